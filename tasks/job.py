@@ -1,0 +1,168 @@
+"""The job as pydantic models: what the UI form, the command line and the identity read. Defaults are changed here."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from checkpoint_store.config import CheckpointConfig
+
+# Asked for by name in other tools; refused by name here until the meaning is implemented. Neutral values pass.
+UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "true_sequential": ((True, None), "quantizing all modules of a layer from unquantized inputs"),
+    "dynamic": ((None, {}), "per-module rules and exclusions"),
+    "rotation": ((None, ""), "rotation of the weights before quantization"),
+    "lm_head": ((False, None), "quantizing the output head"),
+    "embeddings": ((False, None), "quantizing the embeddings"),
+    "gptaq": ((False, None), "GPTAQ"),
+    "foem": ((False, None), "FOEM"),
+    "preprocessors": ((None, []), "quantization preprocessor chains"),
+    "adapter": ((None,), "adapters beside the quantized weights"),
+}
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Quantization(_Frozen):
+    """What every quantization method has; options known elsewhere and not here are refused by their own name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, (neutral, meaning) in UNSUPPORTED_OPTIONS.items():
+            if name in data and data[name] not in neutral:
+                raise ValueError(f"`{name}` ({meaning}) is not supported; leave it out")
+        return {name: value for name, value in data.items() if name not in UNSUPPORTED_OPTIONS}
+
+
+class _Grid(_Quantization):
+    """The integer grid and the file layout of GPTQ and RTN."""
+
+    bits: Literal[2, 3, 4, 8] = Field(4, description="Code width.")
+    group_size: Annotated[int, Field(ge=-1)] = Field(
+        128, description="Input columns per scale; -1 is one scale per output channel."
+    )
+    sym: bool = Field(True, description="Symmetric grid around zero; otherwise each group has its own zero point.")
+    mse: float = Field(
+        0.0,
+        ge=0.0,
+        description="Exponent of the error that a search over shrunken grids minimises; 0 takes the full range.",
+    )
+    checkpoint_format: Literal["gptq", "gptq_v2"] = Field(
+        "gptq", description="`gptq` stores zero points minus one, `gptq_v2` as they are."
+    )
+
+    @model_validator(mode="after")
+    def _group_size_is_a_size(self) -> "_Grid":
+        if self.group_size == 0:
+            raise ValueError("group_size 0 is not a size; use -1 for one scale per output channel")
+        return self
+
+
+class GPTQConfig(_Grid):
+    """GPTQ: columns are rounded one by one, each error spread over the columns that follow (arXiv 2210.17323)."""
+
+    method: Literal["gptq"] = "gptq"
+    desc_act: bool = Field(False, description="Quantize columns by falling activation (act-order).")
+    act_group_aware: bool = Field(
+        False, description="Act-order inside and between whole groups, undone at the end: loads as fast as without."
+    )
+    static_groups: bool = Field(False, description="Fix all grids from the original weights before the first column.")
+    block_size: int = Field(128, ge=1, description="Columns between lazy updates of the rest.")
+    damp_percent: float = Field(
+        0.05,
+        gt=0.0,
+        lt=1.0,
+        description="Share of the Hessian's mean diagonal added to it; raised when it won't factor.",
+    )
+    damp_increment: float = Field(
+        0.01, gt=0.0, lt=1.0, description="First step by which damping is raised; it doubles."
+    )
+    fallback_tokens: float = Field(
+        0.005,
+        ge=0.0,
+        description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
+    )
+
+    @model_validator(mode="after")
+    def _one_order(self) -> "GPTQConfig":
+        if self.desc_act and self.act_group_aware:
+            raise ValueError("desc_act and act_group_aware are two orders of one thing; choose one")
+        return self
+
+
+class RTNConfig(_Grid):
+    """Round to nearest: no calibration, no chain between layers."""
+
+    method: Literal["rtn"] = "rtn"
+
+
+Quantization = Annotated[GPTQConfig | RTNConfig, Field(discriminator="method")]
+
+
+class CalibrationConfig(_Frozen):
+    """Where calibration tokens come from and how they are cut into samples and batches."""
+
+    data: str | tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(
+        description="A .txt, .jsonl or .parquet file, a dataset id, texts, or ready-made token ids."
+    )
+    split: str = Field("train", description="Split of a dataset id.")
+    name: str | None = Field(None, description="Configuration name of a dataset id.")
+    column: str = Field("text", description="Column with texts, or with lists of token ids.")
+    samples: int = Field(128, ge=1, description="At most so many samples are used.")
+    sequence_length: int = Field(2048, ge=1, description="Tokens per sample at most.")
+    min_length: int = Field(10, ge=1, description="Shorter samples are dropped, and counted.")
+    batch_size: int = Field(1, ge=1, description="Samples per forward.")
+    concat_size: int | None = Field(None, ge=1, description="Join all samples and cut them anew to this many tokens.")
+    concat_separator: str | None = Field(None, description="Text between joined samples.")
+    sort: Literal["asc", "desc", "shuffle"] | None = Field(None, description="Order of the samples by length.")
+
+
+class TelemetryConfig(_Frozen):
+    """Lifecycle events with placement, shape and dtype, never contents; outside the identity."""
+
+    device: bool = Field(
+        False, description="Log events of preparation, validation, capture, commit, restoration, failure."
+    )
+
+
+class QuantizationJob(_Frozen):
+    """One model to quantize, with everything that decides the result and everything that does not."""
+
+    model: str = Field(description="Local directory with safetensors weights, or a hub id.")
+    output: str = Field(
+        description="Directory of the finished model; it must not exist, or hold this very job's export."
+    )
+    quantization: Quantization = Field(default_factory=GPTQConfig)
+    calibration: CalibrationConfig | None = Field(None, description="Needed by methods that look at activations.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    devices: Literal["auto"] | tuple[str, ...] = Field(
+        "auto",
+        description="`auto` takes every visible GPU, else the CPU; or a list such as cuda:0, cuda:1 or cpu, cpu.",
+    )
+    offload_directory: str | None = Field(None, description="Scratch that `checkpoint.path=auto` may use as its root.")
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random; names of layers are mixed in.")
+
+
+def checkpoint_root(job: QuantizationJob) -> Path:
+    """The job's checkpoint root, absolute; `auto` is derived, or refused where a later process would not find it."""
+    if job.checkpoint.path != "auto":
+        return Path(job.checkpoint.path).expanduser().absolute()
+    if job.offload_directory is not None:
+        root = Path(job.offload_directory).expanduser().absolute()
+    else:
+        output = Path(job.output).expanduser().absolute()
+        root = output.with_name(f"{output.name}.checkpoint")
+    for volatile in (Path(tempfile.gettempdir()), Path("/dev/shm"), Path("/run")):
+        if root.resolve().is_relative_to(volatile.resolve()):
+            raise ValueError(
+                f"checkpoint path `auto` would be `{root}`, below `{volatile}`, which is emptied at a restart: a later "
+                f"process would not find the progress; name a durable directory with --checkpoint"
+            )
+    return root
