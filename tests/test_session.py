@@ -168,6 +168,13 @@ def test_the_policy_when_nothing_is_published(run, resume, is_retry, outcome, is
     assert run.root.exists() == is_made
 
 
+def test_a_retry_of_a_fresh_run_goes_on_from_its_own_progress_past_a_damaged_manifest(stopped):
+    [newest] = (stopped.root / "generations").glob("00000002-*")
+    newest.unlink()
+    with stopped.open("never", is_retry=True, run_id="first") as session:
+        assert session.cursor == 1
+
+
 @pytest.mark.parametrize("resume", ["auto", "required", "never"])
 def test_no_policy_starts_over_from_a_damaged_or_another_jobs_checkpoint(stopped, resume):
     kind = CheckpointExists if resume == "never" else IdentityMismatch
