@@ -91,6 +91,19 @@ def test_only_the_bytes_of_the_named_tensors_are_read(tmp_path):
     assert source.load(["a"])["a"].equal(ROWS["a"])
 
 
+def test_tensors_are_equal_when_dtype_shape_and_every_byte_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.models.source.PIECE_BYTES", 7)  # several pieces, the last one short
+    base = torch.arange(12, dtype=torch.float32)
+    last, first = base.clone(), base.clone()
+    last[-1], first[0] = 99, 99
+    tensors = {"base": base, "same": base.clone(), "last": last, "first": first}
+    tensors |= {"shape": base.reshape(3, 4).clone(), "dtype": base.view(torch.int32).clone()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    source = SourceModel.open(str(tmp_path))
+    assert [name for name in tensors if source.are_equal("base", name)] == ["base", "same"]
+
+
 def test_a_shard_cut_after_opening_is_an_error_and_not_short_data(tmp_path):
     path, _ = sharded(tmp_path)
     source = SourceModel.open(str(path))
