@@ -75,6 +75,7 @@ class Decoder:
     def __init__(self, source: SourceModel, model: PreTrainedModel) -> None:
         self.source = source
         self.config: PreTrainedConfig = model.config
+        self.attn_implementation: str = model.config._attn_implementation
         self.model_class = type(model)
         self._model = model
         self._front = model.get_decoder()  # everything but the layers, the head and their weights
@@ -113,6 +114,8 @@ class Decoder:
                 model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
         except Exception as error:  # config.json is the user's: whatever it makes transformers raise is told as such
             raise SourceError(source.path, [f"transformers can't build it from `config.json`: {error}"]) from error
+        if config.num_hidden_layers < 1:
+            raise SourceError(source.path, [f"config.json gives it {config.num_hidden_layers} layers"])
         return cls(source, model.eval().requires_grad_(False))
 
     # Names

@@ -120,7 +120,13 @@ def _directory(model: str) -> Path:
 def _hub_snapshot(hub_id: str) -> Path:
     import httpx  # with huggingface_hub imported only here: a local model needs neither, and they take a second
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         # Subdirectories hold the same weights again for other programs (original/, onnx/).
@@ -128,6 +134,10 @@ def _hub_snapshot(hub_id: str) -> Path:
     except GatedRepoError as error:
         raise SourceError(
             hub_id, ["the hub shows it only to accounts it was granted to: log in with `hf auth login`"]
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise SourceError(
+            hub_id, ["there is no such local directory, and the hub shows no such model (to this account)"]
         ) from error
     except (LocalEntryNotFoundError, httpx.TransportError) as error:
         raise SourceError(
