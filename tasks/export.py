@@ -18,7 +18,7 @@ from checkpoint_store.errors import StorageFull
 from tasks import running
 from tasks.formats import gptq
 from tasks.output_directory import INDEX_FILE, Export, json_bytes, remove_leftovers
-from tasks.report import LayerReceipt, Report
+from tasks.report import Report
 
 # Copied as they are: a strict saver that rejects a shipped file must not cost a finished run.
 COPIED_FILES = (
@@ -67,7 +67,7 @@ def config_of(source_config: Mapping[str, Any], quantization_config: Mapping[str
 
 
 @task(name="export-model", persist_result=False, cache_policy=NO_CACHE)
-def export_model(receipts: list[LayerReceipt], started: float, resumed_from: int | None) -> Report:
+def export_model(model: str) -> Report:
     """Write the finished model to its output directory, durably and all at once; the report of the run."""
     run = running.current()
     try:
@@ -77,9 +77,9 @@ def export_model(receipts: list[LayerReceipt], started: float, resumed_from: int
             size = _add_weights(run, export)
             _add_descriptions(run, export)
             report = Report.of(
-                receipts, status="done", model=run.model_name, method=run.job.quantization.method,
+                run.receipts, status="done", model=model, method=run.job.quantization.method,
                 output=str(run.output), checkpoint=str(run.root), identity=run.identity_digest, size=size,
-                seconds=round(time.monotonic() - started, 3), resumed_from=resumed_from,
+                seconds=round(time.monotonic() - run.started, 3), resumed_from=run.resumed_from,
                 calibration=run.calibration_summary,
             )  # fmt: skip
             export.finish(report.published())

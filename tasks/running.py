@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from checkpoint_store.session import CheckpointSession
-from tasks.calibration import CalibrationSet
+from tasks.calibration import Batch, CalibrationSet
 from tasks.devices import DevicePool
 from tasks.job import QuantizationJob
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
+from tasks.report import LayerReceipt
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,45 @@ class Run:
     identity_digest: str
     cpu_threads: int
     session: CheckpointSession
+    started: float
+    resumed_from: int | None = None
+    receipts: list[LayerReceipt] = field(default_factory=list)
     # Hidden states entering the next layer, one tensor per calibration batch, on the CPU in the source's dtype.
     hidden: list[Tensor] = field(default_factory=list)
     # Restored hidden states are compared byte for byte after they reached their device, once.
     hidden_is_restored: bool = False
     layer: int = 0
+    # What the shards of the layer in work share (`tasks.quantize_shard.LayerWork`).
+    work: Any = None
     _seconds: list[float] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
-    work: Any = None
 
     @property
     def calibration_summary(self) -> dict[str, Any]:
         return dict(self.calibration.summary) if self.calibration is not None else {}
+
+    @property
+    def calibration_tokens(self) -> int:
+        """Real tokens of the whole calibration set; padding is none."""
+        batches = self.calibration.batches if self.calibration is not None else ()
+        return sum(int(batch.attention_mask.sum()) for batch in batches)
+
+    @property
+    def needs_activations(self) -> bool:
+        return needs_activations(self.job)
+
+    def calibration_batch(self, number: int) -> Batch:
+        assert self.calibration is not None
+        return self.calibration.batches[number]
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The source model's dtype, to which hidden states are rounded at every layer boundary."""
+        return self.hidden[0].dtype
+
+    def replace_hidden(self, hidden: list[Tensor]) -> None:
+        """Go on to the next layer's inputs; only now may the last layer's go, a retry of it needs them."""
+        self.hidden, self.hidden_is_restored = hidden, False
 
     def begin_layer(self, index: int) -> None:
         self.layer, self._began = index, time.monotonic()
@@ -84,6 +113,11 @@ class Run:
         told = Progress(self.layer, self.decoder.layer_count, module, loss, self.seconds_left())
         for listener in list(_listeners):
             listener(told)
+
+
+def needs_activations(job: QuantizationJob) -> bool:
+    """Whether the method looks at what flows through the layers, which makes the layers a chain."""
+    return job.quantization.method == "gptq"
 
 
 _current: Run | None = None
