@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, StateType
@@ -84,20 +84,29 @@ class StopRequest:
             self._logger.warning("%s again: still in %s; a third signal gives up at once", name, self._how_far())
 
 
-def end(stop: StopRequest, flow_run: FlowRun | None, message: str) -> None:
-    """End a stopped run the way its surroundings understand; never returns.
+def is_deployed(flow_run: FlowRun | None) -> bool:
+    """Whether a worker or `serve` runs this flow, so that the API can start it again."""
+    return flow_run is not None and flow_run.deployment_id is not None
+
+
+def end(flow_run: FlowRun | None, message: str) -> NoReturn:
+    """End a stopped run the way its surroundings understand.
 
     A deployed run that the API is cancelling aborts, and Prefect makes it Cancelled; one that got SIGTERM is scheduled
     anew, so that a fresh process resumes it unattended. Anything else raises `CheckpointStopped`.
     """
-    if flow_run is None or flow_run.deployment_id is None:
+    if flow_run is None or not is_deployed(flow_run):
         raise CheckpointStopped(message)
     with get_client(sync_client=True) as client:
         state = client.read_flow_run(flow_run.id).state
-        if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
-            raise Abort(message)
-        soon = datetime.now(UTC) + timedelta(seconds=RESCHEDULE_SECONDS)
-        client.set_flow_run_state(
-            flow_run.id, Scheduled(name="Checkpointed", message=message, scheduled_time=soon), force=True
-        )
+    if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
+        raise Abort(message)
+    reschedule(flow_run, "Checkpointed", message)
+
+
+def reschedule(flow_run: FlowRun, name: str, message: str) -> NoReturn:
+    """Have the API start this deployed run again soon, in a fresh process, and leave this one."""
+    soon = datetime.now(UTC) + timedelta(seconds=RESCHEDULE_SECONDS)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run.id, Scheduled(name=name, message=message, scheduled_time=soon), force=True)
     raise Abort(message)

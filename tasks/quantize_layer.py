@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from prefect import task, unmapped
 from prefect.context import TaskRunContext
+from prefect.futures import PrefectFutureList, as_completed
 from prefect.states import State
 from torch import Tensor
 
@@ -61,21 +62,25 @@ def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> 
     run = running.current()
     run.begin_layer(layer)
     run.work = work = LayerWork(run, layer)
-    try:
-        shards = quantize_shard.map(unmapped(layer), list(range(work.device_count)))
-        for shard in shards:
-            shard.wait(SHARD_TIMEOUT_SECONDS)
-        if work.error is not None:
-            raise work.error
-        for shard in shards:
-            shard.result(timeout=0)
-    finally:
-        run.work = None
+    _gather(work, quantize_shard.map(unmapped(layer), list(range(work.device_count))))
     packed = pack(run, work)
     scan(packed, name)
     ref = session.current().stage_layer(name, safetensors_payload(packed))
     run.replace_hidden([work.outputs[batch] for batch in range(len(run.hidden))])
     return _receipt(run, work, key, ref.sha256, ref.size).model_dump(mode="json")
+
+
+def _gather(work: LayerWork, shards: PrefectFutureList[int]) -> None:
+    """Wait for all shards; the first real error of any of them, not the broken barrier of its siblings."""
+    try:
+        for shard in as_completed(list(shards), timeout=SHARD_TIMEOUT_SECONDS):
+            if not shard.state.is_completed():
+                work.abort()  # also when it failed before its first line, where it could not break the barrier itself
+        if work.error is not None:
+            raise work.error
+        shards.result(timeout=SHARD_TIMEOUT_SECONDS)
+    finally:
+        work.abort()  # a run that is given up here leaves no shard at work
 
 
 def pack(run: running.Run, work: LayerWork) -> dict[str, Tensor]:

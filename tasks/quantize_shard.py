@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from prefect import task
@@ -25,6 +26,8 @@ from tasks.methods import gptq, rtn
 from tasks.methods.gptq import Factor, HessianError, HessianSum
 from tasks.methods.grid import QuantizedRows
 from tasks.models.staged import StagedForward
+
+Record = TypeVar("Record", Factor, QuantizedRows)
 
 LANES = 8
 UNIT_ROWS = 2048
@@ -78,12 +81,21 @@ class LayerWork:
         except BaseException as error:
             with self._lock:
                 self.error = self.error or error
-            self._barrier.abort()
+            self.abort()
             raise
 
     def meet(self) -> None:
         """Wait until every shard of the layer is here."""
         self._barrier.wait()
+
+    def abort(self) -> None:
+        """Let no shard go on past its next batch or barrier."""
+        self._barrier.abort()
+
+    def check(self) -> None:
+        """BrokenBarrierError when another shard has failed or the run was given up."""
+        if self._barrier.broken:
+            raise threading.BrokenBarrierError
 
     def offer(self, lane: int, total: HessianSum | None) -> None:
         """Hand in a lane's sum (None for a lane without batches); it is merged when all lanes before it are."""
@@ -176,6 +188,7 @@ class _Shard:
         sums: dict[int, HessianSum] = {}
         lane_before = None
         for call, x_BTK in staged.advance(subset):
+            self.work.check()
             lane, batch = self.batches[call]
             if lane != lane_before and lane_before is not None:
                 self.work.offer(lane_before, sums.pop(lane_before))
@@ -248,7 +261,7 @@ def _rows_of(weights: list[Tensor], start: int, stop: int) -> Tensor:
     return torch.cat(pieces)
 
 
-def _moved[T](record: T, device: torch.device) -> T:
+def _moved(record: Record, device: torch.device) -> Record:
     """A dataclass with every tensor in it on `device`."""
     values = {item.name: getattr(record, item.name) for item in fields(record)}
     return replace(record, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})

@@ -5,11 +5,13 @@ Contents never leave here. None of it may fail a run, but an event that cannot b
 
 import json
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from prefect.events import emit_event
+from torch import Tensor
 
 from checkpoint_store.session import CheckpointEvent
 
@@ -42,3 +44,11 @@ def listener(logger: Logger, root: Path, *, device: bool) -> Callable[[Checkpoin
             logger.info("telemetry %s %s", event.kind, json.dumps(event.detail, sort_keys=True, default=str))
 
     return on_event
+
+
+def tensors(logger: Logger, kind: str, held: Sequence[Tensor], *, device: bool) -> None:
+    """Log where tensors are and of what shape and dtype, when `device` is on."""
+    if device:
+        placed = Counter((str(tensor.device), str(tensor.dtype), tuple(tensor.shape)) for tensor in held)
+        shapes = [{"device": where, "dtype": dtype, "shape": shape, "count": n} for (where, dtype, shape), n in placed.items()]
+        logger.info("telemetry %s %s", kind, json.dumps({"hidden": shapes}, sort_keys=True))
