@@ -28,6 +28,7 @@ from tasks.devices import DevicePool
 from tasks.export import export_model
 from tasks.job import QuantizationJob, checkpoint_root
 from tasks.models.decoder import Decoder
+from tasks.models.replay import check_replay
 from tasks.models.source import SourceModel
 from tasks.quantize_layer import cache_key, quantize_layer
 from tasks.report import LayerReceipt, Report
@@ -197,7 +198,7 @@ class _Quantization:
 
     def _prepare(self, run: running.Run) -> None:
         """The hidden states that enter the first unfinished layer: embedded anew, or as the checkpoint holds them."""
-        run.decoder.check_replay()
+        check_replay(run.decoder, run.pool.devices[0].torch_device)
         if not run.needs_activations:
             return
         assert run.calibration is not None

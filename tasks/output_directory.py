@@ -79,6 +79,18 @@ def remove_leftovers(output: Path) -> list[str]:
     return removed
 
 
+def holds_only_leftovers(output: Path) -> bool:
+    """Whether everything in the directory `output` was left by a dead run of ours that was moving its files in."""
+    ours = {partial.name for partial, in_place in _partials(output) if in_place}
+    moved: dict[str, str] = {}
+    for name in ours:
+        moved |= _moved_out_of(output / name)
+    return all(
+        entry.name in ours or (entry.name in moved and file_sha256(output / entry.name) == moved[entry.name])
+        for entry in os.scandir(output)
+    ) if output.is_dir() else True
+
+
 def _partials(output: Path) -> Iterator[tuple[Path, bool]]:
     prefix = f".{output.name}.partial-"
     for directory, in_place in ((output.parent, False), (output, True)):
@@ -101,16 +113,21 @@ def _lock_directory(path: Path) -> int | None:
     return directory
 
 
-def _undo_moves(output: Path, partial: Path) -> list[str]:
-    """Remove the files that a dead run moved out of `partial`, if they are byte for byte what it moved."""
+def _moved_out_of(partial: Path) -> dict[str, str]:
+    """Names and digests of the files that a run moved out of `partial`, or was about to."""
     try:
         moved = json.loads((partial / MOVED_FILE).read_bytes())
     except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
-        return []  # it died before the list was durable, hence before the first move
+        return {}  # it died before the list was durable, hence before the first move
+    return {name: sha256 for name, sha256 in moved.items() if Path(name).name == name}
+
+
+def _undo_moves(output: Path, partial: Path) -> list[str]:
+    """Remove the files that a dead run moved out of `partial`, if they are byte for byte what it moved."""
     removed = []
-    for name, sha256 in moved.items():
+    for name, sha256 in _moved_out_of(partial).items():
         path = output / name
-        if Path(name).name == name and path.is_file() and file_sha256(path) == sha256:
+        if path.is_file() and file_sha256(path) == sha256:
             path.unlink()
             removed.append(name)
     return removed

@@ -12,8 +12,7 @@ meet at barriers. One that fails breaks the barrier, so that no sibling waits fo
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from prefect import task
@@ -23,11 +22,9 @@ from torch import Tensor, nn
 from tasks import running
 from tasks.job import GPTQConfig
 from tasks.methods import gptq, rtn
-from tasks.methods.gptq import Factor, HessianError, HessianSum
-from tasks.methods.grid import QuantizedRows
+from tasks.methods.gptq import ActivationError, Factor, HessianError, HessianSum
+from tasks.methods.grid import QuantizedRows, WeightError, check_weight
 from tasks.models.staged import StagedForward
-
-Record = TypeVar("Record", Factor, QuantizedRows)
 
 LANES = 8
 UNIT_ROWS = 2048
@@ -65,6 +62,8 @@ class LayerWork:
         self.outputs: dict[int, Tensor] = {}
         self.factor: Factor | None = None
         self.units: dict[int, QuantizedRows] = {}
+        # Why error feedback diverged, by unit.
+        self.diverged: dict[int, str] = {}
         self._barrier = threading.Barrier(self.device_count)
         self._lock = threading.Lock()
         self._total: HessianSum | None = None
@@ -109,6 +108,19 @@ class LayerWork:
                 elif ready is not None:
                     self._total.merge(ready)
 
+    def collect(self, subset: tuple[str, ...], rows: list[int]) -> None:
+        """Cut the finished units into the modules of the subset; say so when error feedback had diverged."""
+        if self.diverged:
+            reason = self.diverged[min(self.diverged)]
+            self.outcomes[subset] = replace(self.outcomes[subset], method="rtn", fallback=reason)
+            self.diverged.clear()
+        stacked = QuantizedRows.concatenate([self.units[unit] for unit in sorted(self.units)])
+        start = 0
+        for name, count in zip(subset, rows, strict=True):
+            self.quantized[name] = stacked.rows(start, start + count)
+            start += count
+        self.units.clear()
+
     def take_total(self) -> HessianSum | None:
         """The Hessian of all lanes, ready for the next subset's."""
         total, self._total, self._next_lane = self._total, None, 0
@@ -144,13 +156,15 @@ class _Shard:
     def go(self) -> None:
         decoder = self.run.decoder
         module = decoder.materialise(self.work.layer, self.device, self.dtype)
+        if self.number == 0:
+            self._check_weights(module)
         if not self.run.needs_activations:
             for subset in decoder.subsets:
                 self._quantize(module, subset)
             return
-        calls = [self._call(batch) for _, batch in self.batches]
+        # One by one: a batch's mask and rotary tables live no longer than its forward needs them.
+        calls = (self._call(batch) for _, batch in self.batches)
         with StagedForward(module, decoder.subsets, calls) as staged:
-            del calls
             for subset in decoder.subsets:
                 self._sum_hessian(staged, subset)
                 self.work.meet()
@@ -175,11 +189,11 @@ class _Shard:
 
     def _rounded(self, hidden: Tensor) -> Tensor:
         """Rounded to the source's dtype at every boundary, so that a run that resumes sees what one that goes on sees."""
-        rounded = hidden.to(self.run.hidden_dtype).cpu()
+        rounded = hidden.to(self.run.decoder.source_dtype).cpu()
         if not bool(torch.isfinite(rounded).all()):
             raise ValueError(
                 f"the hidden states after `{self.run.decoder.layer_name(self.work.layer)}` are not finite: the source's "
-                f"weights overflow in {self.run.hidden_dtype}; nothing of this layer was stored"
+                f"weights overflow in {self.run.decoder.source_dtype}; nothing of this layer was stored"
             )
         return rounded
 
@@ -215,39 +229,56 @@ class _Shard:
                 work.factor = gptq.factor_hessian(total.hessian(), config)
             except HessianError as error:
                 reason = str(error)
+            except ActivationError as error:
+                raise ActivationError(f"`{self._full(subset[0])}`: {error}") from error
         damp = work.factor.damp_percent if work.factor is not None else None
         method = "gptq" if work.factor is not None else "rtn"
         work.outcomes[subset] = SubsetOutcome(method, tokens, damp, reason)
 
     def _quantize(self, module: nn.Module, subset: tuple[str, ...]) -> None:
         """Quantize this device's units of the subset, then put what a loader will see into this device's module."""
-        work, config = self.work, self.run.job.quantization
+        work = self.work
         if not self.run.needs_activations:
             work.outcomes[subset] = SubsetOutcome("rtn", 0, None, None)
         weights = {name: module.get_submodule(name).weight for name in subset}
-        rows = [len(weight) for weight in weights.values()]
-        factor = _moved(work.factor, self.device) if work.factor is not None else None
-        unit_count = -(-sum(rows) // UNIT_ROWS)
-        for unit in range(self.number, unit_count, work.device_count):
-            weight_NK = _rows_of(list(weights.values()), unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
-            if factor is None:
-                done = rtn.quantize_rows(weight_NK, config)
-            else:
-                done = gptq.quantize_rows(weight_NK, factor, config)
-            work.units[unit] = _moved(done, torch.device("cpu"))
+        self._quantize_units(list(weights.values()), work.factor)
         work.meet()
+        if work.diverged:
+            # All or none: siblings that a loader fuses keep one layout, and no result depends on who came first.
+            self._quantize_units(list(weights.values()), None)
+            work.meet()
         if self.number == 0:
-            stacked = QuantizedRows.concatenate([work.units[unit] for unit in range(unit_count)])
-            start = 0
-            for name, count in zip(subset, rows, strict=True):
-                work.quantized[name] = stacked.rows(start, start + count)
-                start += count
-            work.units.clear()
+            work.collect(subset, [len(weight) for weight in weights.values()])
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
         work.meet()
         if self.run.needs_activations:
             for name, weight in weights.items():
                 weight.data.copy_(work.quantized[name].dequantize())
+
+    def _quantize_units(self, weights: list[Tensor], factor: Factor | None) -> None:
+        config = self.run.job.quantization
+        here = factor.to(self.device) if factor is not None else None
+        for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
+            weight_NK = _rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
+            if here is None:
+                self.work.units[unit] = rtn.quantize_rows(weight_NK, config).to("cpu")
+                continue
+            assert isinstance(config, GPTQConfig)
+            try:
+                self.work.units[unit] = gptq.quantize_rows(weight_NK, here, config).to("cpu")
+            except HessianError as error:
+                self.work.diverged[unit] = str(error)
+
+    def _check_weights(self, module: nn.Module) -> None:
+        """Told before anything is spent on the layer, and by name: units know rows only."""
+        for name in self.run.decoder.linear_shapes:
+            try:
+                check_weight(module.get_submodule(name).weight, self.run.job.quantization)
+            except WeightError as error:
+                raise WeightError(f"`{self._full(name)}`: {error}") from error
+
+    def _full(self, name: str) -> str:
+        return f"{self.run.decoder.layer_name(self.work.layer)}.{name}"
 
 
 def _rows_of(weights: list[Tensor], start: int, stop: int) -> Tensor:
@@ -259,12 +290,6 @@ def _rows_of(weights: list[Tensor], start: int, stop: int) -> Tensor:
             pieces.append(piece)
         offset += len(weight)
     return torch.cat(pieces)
-
-
-def _moved(record: Record, device: torch.device) -> Record:
-    """A dataclass with every tensor in it on `device`."""
-    values = {item.name: getattr(record, item.name) for item in fields(record)}
-    return replace(record, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def _bits(tensor: Tensor) -> Tensor:

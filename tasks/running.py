@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from checkpoint_store.session import CheckpointSession
@@ -82,11 +81,6 @@ class Run:
     def calibration_batch(self, number: int) -> Batch:
         assert self.calibration is not None
         return self.calibration.batches[number]
-
-    @property
-    def hidden_dtype(self) -> torch.dtype:
-        """The source model's dtype, to which hidden states are rounded at every layer boundary."""
-        return self.hidden[0].dtype
 
     def replace_hidden(self, hidden: list[Tensor]) -> None:
         """Go on to the next layer's inputs; only now may the last layer's go, a retry of it needs them."""
