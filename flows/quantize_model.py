@@ -112,7 +112,7 @@ class _Quantization:
             samples = None
             if running.needs_activations(job):
                 assert job.calibration is not None  # preflight has seen to it
-                samples = calibration.prepare(job.calibration, source.path)
+                samples = calibration.prepare(job.calibration, source.path, seed=job.seed)
             finished = output_directory.read_report(self.output)
             cpu_threads = identity.cpu_threads(self.root, finished)
             described = identity.build(job, source, decoder, samples, pool, cpu_threads)

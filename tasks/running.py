@@ -71,8 +71,7 @@ class Run:
     @property
     def calibration_tokens(self) -> int:
         """Real tokens of the whole calibration set; padding is none."""
-        batches = self.calibration.batches if self.calibration is not None else ()
-        return sum(int(batch.attention_mask.sum()) for batch in batches)
+        return self.calibration.summary["tokens"] if self.calibration is not None else 0
 
     @property
     def needs_activations(self) -> bool:
