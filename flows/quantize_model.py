@@ -114,7 +114,10 @@ class _Quantization:
                 assert job.calibration is not None  # preflight has seen to it
                 samples = calibration.prepare(job.calibration, source.path, seed=job.seed)
             finished = output_directory.read_report(self.output)
-            cpu_threads = identity.cpu_threads(self.root, finished)
+            # A finished export stands for itself, whatever has become of the checkpoint since.
+            cpu_threads = (
+                identity.cpu_threads(self.root) if finished is None else identity.adopted_cpu_threads(None, finished)
+            )
             described = identity.build(job, source, decoder, samples, pool, cpu_threads)
             digest = identity.digest(identity.portable(described))
             if finished is not None:

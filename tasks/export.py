@@ -82,7 +82,7 @@ def export_model(model: str) -> Report:
                 seconds=round(time.monotonic() - run.started, 3), resumed_from=run.resumed_from,
                 calibration=run.calibration_summary,
             )  # fmt: skip
-            export.finish(report.published())
+            export.finish({**report.published(), "cpu_threads": run.cpu_threads})
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(

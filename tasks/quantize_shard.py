@@ -20,14 +20,12 @@ from prefect.cache_policies import NO_CACHE
 from torch import Tensor, nn
 
 from tasks import running
+from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.job import GPTQConfig
 from tasks.methods import gptq, rtn
 from tasks.methods.gptq import ActivationError, Factor, HessianError, HessianSum
 from tasks.methods.grid import QuantizedRows, WeightError, check_weight
 from tasks.models.staged import StagedForward
-
-LANES = 8
-UNIT_ROWS = 2048
 
 
 def lane_batches(batch_count: int) -> list[range]:

@@ -9,6 +9,8 @@ from unittest import mock
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
 
 from checkpoint_store.config import CheckpointConfig
 from tasks import quantize_layer
@@ -63,6 +65,12 @@ def layers_run() -> Iterator[list[int]]:
 
     with mock.patch.object(quantize_layer, "LayerWork", counted):
         yield ran
+
+
+def last_flow_run() -> FlowRun:
+    """The flow run that was started last."""
+    with get_client(sync_client=True) as client:
+        return client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=1)[0]
 
 
 def layer_task_states(flow_run_id: Any) -> list[str]:
