@@ -187,6 +187,7 @@ class _Quantization:
             if index == cursor:
                 self._stop_if_asked(run)
                 self._prepare(run)
+                self._stop_if_asked(run)
             key, name = cache_key(run.identity_digest, index), run.decoder.layer_name(index)
             receipt = LayerReceipt.model_validate(
                 layer_task(model=run.model_name, method=self.job.quantization.method, name=name, layer=index, key=key)
@@ -253,7 +254,7 @@ class _Quantization:
 
     def _log(self, receipt: LayerReceipt, layer_count: int) -> None:
         self.logger.info(
-            "layer %d of %d: loss %.3e, %.1f s, %.1f MB, %s",
+            "layer %d of %d: loss %.3e, %.1f s, %.2f MB, %s",
             receipt.index + 1, layer_count, receipt.loss, receipt.seconds, receipt.size / 1e6, receipt.sha256[:12],
         )  # fmt: skip
         for module in receipt.fallbacks:

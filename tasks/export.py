@@ -13,8 +13,8 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from checkpoint_store import tensors
 from checkpoint_store.errors import StorageFull
+from checkpoint_store.tensors import tensors_from
 from tasks import running
 from tasks.formats import gptq
 from tasks.output_directory import INDEX_FILE, Export, json_bytes, remove_leftovers
@@ -66,7 +66,7 @@ def config_of(source_config: Mapping[str, Any], quantization_config: Mapping[str
     return json_bytes(dict(sorted(config.items())))
 
 
-@task(name="export-model", persist_result=False, cache_policy=NO_CACHE)
+@task(name="export-model", task_run_name="{model} export", persist_result=False, cache_policy=NO_CACHE)
 def export_model(model: str) -> Report:
     """Write the finished model to its output directory, durably and all at once; the report of the run."""
     run = running.current()
@@ -94,16 +94,20 @@ def export_model(model: str) -> Report:
 
 
 def _add_weights(run: running.Run, export: Export) -> int:
-    """All shards and their index; the bytes of all weights."""
+    """All shards and their index; the bytes of all tensors."""
     refs = run.session.layer_objects()
     files = shard_names(len(refs) + 1)
     held: dict[str, list[str]] = {}
+    size = 0
     for file, ref in zip(files, refs, strict=False):
-        held[file] = sorted(tensors.tensors_from(run.session.view(ref)))
+        found = tensors_from(run.session.view(ref))
+        held[file] = sorted(found)
+        size += sum(tensor.nbytes for tensor in found.values())
         export.add_file(file, run.session.path_of(ref), ref.sha256)
     outer = run.source.load(outer_names(run))
     held[files[-1]] = sorted(outer)
-    size = sum(ref.size for ref in refs) + export.add_tensors(files[-1], outer)
+    size += sum(tensor.nbytes for tensor in outer.values())
+    export.add_tensors(files[-1], outer)
     export.add_bytes(INDEX_FILE, index_of(held, size))
     return size
 

@@ -180,8 +180,8 @@ class Export:
             )
         self.files[name] = found
 
-    def add_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        """One more shard of tensors that were not quantized; its size in bytes."""
+    def add_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """One more shard, of tensors that were not quantized."""
         path = self.directory / name
         save_file({key: tensors[key].contiguous() for key in sorted(tensors)}, path, metadata={"format": "pt"})
         path.chmod(0o666 & ~_umask())
@@ -191,7 +191,6 @@ class Export:
         finally:
             os.close(descriptor)
         self.files[name] = file_sha256(path)
-        return path.stat().st_size
 
     def finish(self, report: Mapping[str, Any]) -> None:
         """Write the report and give the directory its final name, durably."""

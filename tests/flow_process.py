@@ -54,10 +54,10 @@ def arrange(moment: str) -> None:
                 die()
         rename(self, from_directory, name, to_directory, new_name)
 
-    def maybe_die_exporting(self: Export, *args: Any) -> int:
+    def maybe_die_exporting(self: Export, *args: Any) -> None:
         if moment == "during export":
             die()
-        return add_tensors(self, *args)
+        add_tensors(self, *args)
 
     quantize_layer.LayerWork = begin  # type: ignore[assignment, misc]
     quantize_shard.LayerWork.collect = maybe_die_collecting  # type: ignore[method-assign]
