@@ -64,6 +64,10 @@ class Disk:
         except OSError:
             return ""
 
+    def real_path(self, path: str) -> str:
+        """The absolute path with every symbolic link resolved; parts that do not exist stay as they are."""
+        return os.path.realpath(path)
+
     # Directories -----------------------------------------------------------------------------------------------------
 
     def open_root(self, path: str) -> int:

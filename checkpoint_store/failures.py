@@ -41,6 +41,11 @@ def reading(what: str) -> Iterator[None]:
         ) from error
 
 
+def is_missing(error: CheckpointDamaged) -> bool:
+    """Whether the damage is that nothing has the name."""
+    return isinstance(error.__cause__, FileNotFoundError)
+
+
 @contextmanager
 def writing(what: str) -> Iterator[None]:
     """Turn an `OSError` of the calls inside into `StorageFull` when space is short, else `CheckpointError`."""

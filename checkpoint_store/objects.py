@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -126,8 +126,13 @@ def _pieces(payload: Payload) -> Iterator[memoryview]:
             yield flat[start : start + WRITE_VIEW_BYTES]
 
 
-def map_verified(disk: Disk, objects: int, ref: ObjectRef, where: str) -> memoryview:
-    """The object's bytes as a mapping that was hashed; `CheckpointDamaged` when they are not what `ref` says."""
+def map_verified(
+    disk: Disk, objects: int, ref: ObjectRef, where: str, on_hashed: Callable[[int], None] | None = None
+) -> memoryview:
+    """The object's bytes as a mapping that was hashed; `CheckpointDamaged` when they are not what `ref` says.
+
+    `on_hashed` is told the bytes of each piece, and may wait.
+    """
     what = f"{where}/objects/{ref.sha256}"
     with reading(what):
         file = disk.open_for_read(objects, ref.sha256)
@@ -138,18 +143,20 @@ def map_verified(disk: Disk, objects: int, ref: ObjectRef, where: str) -> memory
             view = disk.map(file, size)
         finally:
             disk.close(file)
-        found = hash_mapping(disk, view)
+        found = _hash_mapping(disk, view, on_hashed)
     if found != ref.sha256:
         raise CheckpointDamaged(f"`{what}` ({ref.role} {ref.key}) has other bytes: their SHA-256 is {found}")
     return view
 
 
-def hash_mapping(disk: Disk, view: memoryview) -> str:
+def _hash_mapping(disk: Disk, view: memoryview, on_hashed: Callable[[int], None] | None) -> str:
     hasher = hashlib.sha256()
     for start in range(0, len(view), _VERIFY_WINDOW_BYTES):
         piece = view[start : start + _VERIFY_WINDOW_BYTES]
         disk.read_in(view, start, len(piece))
         hasher.update(piece)
+        if on_hashed is not None:
+            on_hashed(len(piece))
     return hasher.hexdigest()
 
 

@@ -11,7 +11,7 @@ from logging import getLogger
 
 from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
-from checkpoint_store.failures import reading, writing
+from checkpoint_store.failures import is_missing, reading, writing
 from checkpoint_store.generations import (
     CURRENT_LIMIT_BYTES,
     FORMAT_LIMIT_BYTES,
@@ -52,7 +52,7 @@ class Root:
             with reading(path):
                 self.directory = disk.open_root(path)
         except CheckpointDamaged as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if is_missing(error):
                 raise CheckpointMissing(f"there is no checkpoint at `{path}`: no such directory") from error
             if isinstance(error.__cause__, NotADirectoryError):
                 raise CheckpointError(f"`{path}` is not a directory; name a directory for the checkpoint") from error
@@ -85,13 +85,20 @@ class Root:
             self.disk.sync_directory(self.generations)
             self.disk.sync_directory(self.directory)
 
+    def quarantine(self) -> int:
+        """Descriptor of the directory for damaged files, made when it is first needed."""
+        with suppress(FileExistsError):
+            self.disk.make_directory(self.directory, QUARANTINE)
+            self.disk.sync_directory(self.directory)
+        return self.below(QUARANTINE)
+
     def root_id(self) -> str | None:
         """The id in FORMAT; None when the root is still being made. `CheckpointDamaged` when FORMAT is lost."""
         what = f"{self.path}/{FORMAT}"
         try:
             return decode_format(read_small(self.disk, self.directory, FORMAT, FORMAT_LIMIT_BYTES, what), what)
         except CheckpointDamaged as error:
-            if isinstance(error.__cause__, FileNotFoundError) and self._holds_nothing():
+            if is_missing(error) and self._holds_nothing():
                 return None
             raise CheckpointDamaged(
                 f"{error}; nothing is deleted: `prefect-quantize recover {self.path}` lists what is intact"
@@ -105,8 +112,8 @@ class Root:
             raw = read_small(self.disk, self.directory, CURRENT, CURRENT_LIMIT_BYTES, what)
             if decode_current(raw, what).generations:
                 return False
-        return not self._has_names(OBJECTS, OBJECT_NAME.fullmatch) and not self._has_names(
-            GENERATIONS, MANIFEST_NAME.fullmatch
+        return not any(OBJECT_NAME.fullmatch(name) for name in self.names(OBJECTS)) and not any(
+            MANIFEST_NAME.fullmatch(name) for name in self.names(GENERATIONS)
         )
 
     def _exists(self, name: str) -> bool:
@@ -114,16 +121,20 @@ class Root:
             with reading(f"{self.path}/{name}"):
                 self.disk.stat(self.directory, name)
         except CheckpointDamaged as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if is_missing(error):
                 return False
             raise
         return True
 
-    def _has_names(self, name: str, is_ours: Callable[[str], object]) -> bool:
-        if not self._exists(name):
-            return False
-        with reading(f"{self.path}/{name}"):
-            return any(is_ours(found) for found in self.disk.list_directory(self.below(name)))
+    def names(self, below: str | None = None) -> list[str]:
+        """What lies in the root, or in one of its own directories; nothing when that was not made."""
+        try:
+            with reading(self.path if below is None else f"{self.path}/{below}"):
+                return self.disk.list_directory(self.directory if below is None else self.below(below))
+        except CheckpointDamaged as error:
+            if is_missing(error):
+                return []
+            raise
 
     def make(self, attempt: Callable[[], Attempt], root_id: str) -> None:
         """Make what a root consists of, or go on where a predecessor died; FORMAT comes last."""
@@ -161,11 +172,11 @@ class Root:
         """CURRENT, or loudly the spare when CURRENT is damaged and the spare lists a generation."""
         raw = self.raw_current()
         try:
-            return Pointer(self._decode(CURRENT, raw, root_id), None, raw)
+            return Pointer(self.decode_pointer(CURRENT, root_id, raw), None, raw)
         except CheckpointDamaged as error:
             reason = str(error)
         try:
-            spare = self._decode(SPARE, None, root_id)
+            spare = self.decode_pointer(SPARE, root_id)
         except CheckpointDamaged as error:
             raise self._both_lost(f"{reason}; {error}") from error
         if not spare.generations:
@@ -180,12 +191,13 @@ class Root:
         except CheckpointDamaged:
             return None
 
-    def _decode(self, name: str, raw: bytes | None, root_id: str) -> Current:
+    def decode_pointer(self, name: str, root_id: str | None, raw: bytes | None = None) -> Current:
+        """The content of CURRENT or of its spare, which must belong to `root_id` unless that is not known."""
         what = f"{self.path}/{name}"
         if raw is None:
             raw = read_small(self.disk, self.directory, name, CURRENT_LIMIT_BYTES, what)
         current = decode_current(raw, what)
-        if current.root_id != root_id:
+        if root_id is not None and current.root_id != root_id:
             raise CheckpointDamaged(f"`{what}` is damaged: it belongs to another root ({current.root_id})")
         return current
 

@@ -20,7 +20,8 @@ from checkpoint_store.errors import (
     IdentityMismatch,
 )
 from checkpoint_store.objects import BytesPayload, ObjectRef, Payload
-from checkpoint_store.store import CheckpointStore, Generation, Pinned
+from checkpoint_store.published import Generation, Pinned
+from checkpoint_store.store import CheckpointStore
 
 LAYER, RECORD, CONTINUATION = "layer", "record", "continuation"
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property
 from logging import getLogger
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +21,7 @@ from checkpoint_store.garbage import SweepReport, collect
 from checkpoint_store.generations import Current, Entry, Manifest, encode_current, encode_manifest, read_manifest
 from checkpoint_store.lock import Attempt, ReadersLock, WriterLock, refuse_network_file_system
 from checkpoint_store.objects import Counters, ObjectRef, Payload, map_verified, verify_objects, write_object
+from checkpoint_store.published import Generation, Pinned
 from checkpoint_store.root import CURRENT, Root
 
 KEEP_LAST_MOST = 256
@@ -31,72 +31,6 @@ SPACE_MARGIN_BYTES = 1 << 20
 _KEPT_MAPPED = frozenset({"continuation", "record"})
 
 logger = getLogger(__name__)
-
-
-class Generation:
-    """A published generation; its manifest is read and verified when it is first asked for."""
-
-    def __init__(self, entry: Entry, load: Callable[[Entry], Manifest]) -> None:
-        self.entry = entry
-        self._load = load
-
-    @property
-    def gen(self) -> int:
-        return self.entry.gen
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        return self._load(self.entry)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return self.manifest.identity
-
-    @property
-    def cursor(self) -> int:
-        return self.manifest.cursor
-
-    @property
-    def layer_count(self) -> int:
-        return self.manifest.layer_count
-
-    @property
-    def objects(self) -> tuple[ObjectRef, ...]:
-        return self.manifest.objects
-
-    @property
-    def run_id(self) -> str | None:
-        return self.manifest.run_id
-
-
-class Pinned:
-    """The generation that a run goes on from: every object was verified."""
-
-    def __init__(
-        self,
-        generation: Generation,
-        views: dict[str, memoryview],
-        map_again: Callable[[ObjectRef], memoryview],
-        fallen_from: tuple[tuple[Generation, str], ...],
-    ) -> None:
-        self.generation = generation
-        self.identity = generation.identity
-        self.cursor = generation.cursor
-        self.objects = generation.objects
-        self.fallen_from = fallen_from  # newer generations, each with the reason why it is not this one
-        self._views = views
-        self._map_again = map_again
-
-    def view(self, ref: ObjectRef) -> memoryview:
-        """The object's verified bytes: the mapping that was hashed, or a new one that is hashed now."""
-        if ref not in self.objects:
-            raise CheckpointError(f"{ref.role} {ref.key} is not in generation {self.generation.gen}")
-        view = self._views.get(ref.sha256)
-        return self._map_again(ref) if view is None else view
-
-    def forget_views(self) -> None:
-        """Let go of the mappings; a later `view` maps and verifies anew."""
-        self._views.clear()
 
 
 class CheckpointStore:
@@ -122,7 +56,7 @@ class CheckpointStore:
         self._process = disk.process_id()
         self._guard = threading.RLock()
         self._closed = False
-        self._poison: str | None = None
+        self._poison: BaseException | None = None
         self._attempt: Attempt | None = None
         self._writer_lock: WriterLock | None = None
         self._readers_lock: ReadersLock | None = None
@@ -207,6 +141,17 @@ class CheckpointStore:
         self._raw_current = pointer.raw_current
         self.spare_because = pointer.spare_because
 
+    @property
+    def root(self) -> Root:
+        """The open root directory, for the operator's tools."""
+        self._check_open()
+        return self._root
+
+    @property
+    def root_id(self) -> str:
+        """The id in FORMAT; empty while the root is still being made."""
+        return self._root_id
+
     def _own_attempt(self) -> Attempt:
         if self._attempt is None:
             self._attempt = Attempt(self._disk, self._root.directory, f"attempt-{secrets.token_hex(8)}")
@@ -216,8 +161,10 @@ class CheckpointStore:
     def scratch(self) -> Path:
         """This store's private directory, which goes when the store is closed."""
         self._check_writable()
-        with self._guard, self._critical("making the attempt directory"):
-            return self.path / self._own_attempt().name
+        if self._attempt is None:  # else there is no need to wait for a publish that is under way
+            with self._guard, self._critical("making the attempt directory"):
+                self._own_attempt()
+        return self.path / self._own_attempt().name
 
     def close(self) -> None:
         """Let go of the lock; the attempt directory goes with it. Staged objects that were not published are garbage."""
@@ -262,10 +209,11 @@ class CheckpointStore:
         if self._mode != "write":
             raise CheckpointError(f"the store at `{self.path}` is open for reading only")
         if self._poison is not None:
-            raise CheckpointError(
+            kind = type(self._poison) if isinstance(self._poison, CheckpointError) else CheckpointError
+            raise kind(
                 f"the store at `{self.path}` takes no more writes after this error: {self._poison}; "
                 f"open it again, it then goes on from what is on disk"
-            )
+            ) from self._poison
 
     @contextmanager
     def _critical(self, doing: str) -> Iterator[None]:
@@ -274,7 +222,7 @@ class CheckpointStore:
             with writing(f"{self.path}: {doing}"):
                 yield
         except BaseException as error:
-            self._poison = f"{doing}: {error}"
+            self._poison = error
             raise
 
     # Reading ---------------------------------------------------------------------------------------------------------

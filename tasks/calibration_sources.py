@@ -33,10 +33,10 @@ def file_of(config: CalibrationConfig) -> Path | None:
     if not isinstance(config.data, str):
         return None
     path = absolute_path(config.data)
-    if path.is_dir():
+    if os.path.isdir(path):
         return None
     names_a_file = (
-        path.exists()
+        os.path.exists(path)
         or path.suffix.lower() in TEXT_SUFFIXES + TABLE_SUFFIXES
         or config.data.startswith(("/", "./", "../", "~"))
         or config.data.count("/") > 1
@@ -59,14 +59,14 @@ def source_problems(config: CalibrationConfig) -> list[str]:
     path = file_of(config)
     if path is None:
         return []
-    if not path.exists():
+    if not os.path.exists(path):
         return [f"calibration file `{path}` does not exist; name a .txt, .jsonl or .parquet file, or a dataset id"]
     if not _is_text(path) and path.suffix.lower() not in TABLE_SUFFIXES:
         return [
             f"calibration file `{path}` ends in `{path.suffix}`; a .txt, .jsonl or .parquet file is understood (unpack "
             f"compressed files, export tables as .parquet)"
         ]
-    if not path.is_file():
+    if not os.path.isfile(path):
         return [f"calibration file `{path}` is not a regular file; name a .txt, .jsonl or .parquet file"]
     if not os.access(path, os.R_OK):
         return [f"calibration file `{path}` cannot be read by this user; change its permissions"]
@@ -177,7 +177,7 @@ def _parquet_values(path: Path, config: CalibrationConfig) -> Iterator[tuple[str
 def _dataset_values(config: CalibrationConfig) -> Iterator[tuple[str, object]]:
     assert isinstance(config.data, str)
     directory = absolute_path(config.data)
-    target = str(directory) if directory.is_dir() else config.data
+    target = str(directory) if os.path.isdir(directory) else config.data
     return _streamed(target, f"dataset `{config.data}`", config.column, name=config.name, split=config.split)
 
 

@@ -245,6 +245,11 @@ class QuantizationJob(_Frozen):
     def _refuse_unsupported(cls, data: Any) -> Any:
         return _without_unsupported(data)
 
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _gptq_unless_named(cls, quantization: Any) -> Any:
+        return {"method": "gptq", **quantization} if isinstance(quantization, dict) else quantization
+
     @field_validator("devices", mode="before")
     @classmethod
     def _listed_devices(cls, devices: Any) -> Any:
