@@ -1,0 +1,203 @@
+"""The integer grid that GPTQ and RTN round to, and the rows that come out of them.
+
+A row of weights is cut into groups of `group_size` input columns; each group has a float16 `scale` and an integer
+`zero`, and `weight ≈ scale * (code - zero)` with codes in 0 .. 2^bits - 1.
+
+* Symmetric: zero is 2^(bits-1) and the scale is 2 * max|w| / (2^bits - 1). The most negative weight lies inside the
+  grid and the most positive one overshoots its last code by half a step, so no weight is off by more than half a step.
+* Asymmetric: the grid spans min(w, 0) .. max(w, 0). Layout v1 stores zero - 1, and its readers disagree on what a
+  stored -1 means, so for `checkpoint_format="gptq"` a zero of 0 is never chosen: such a group gets zero 1 and a step
+  that is wider by one code. v2 has no such rule.
+
+Scales are rounded to float16, as the file holds them, BEFORE a code is chosen: rounding and error feedback then see
+what a reader computes. Numeric traps, each with a test:
+
+* A group of zeros gets the grid of -1 .. 1, so that its codes are exactly zero and nothing is divided by 0.
+* A step under the smallest normal half (6.1e-5) is rounded up, never down to 0: the weights stay inside the grid.
+* A step above the largest half (65504) can't be written. That is refused (`WeightError`) rather than clipped: one
+  clipped group is a silently wrong layer.
+
+Rounding is half to even, as in the programs that read and write this layout. float32 throughout.
+
+Shape suffixes: N out_features, K in_features, G groups, R any rows, C columns of one group.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tasks.job import GPTQConfig, RTNConfig
+
+GridConfig = GPTQConfig | RTNConfig
+
+LARGEST_HALF = 65504.0
+SMALLEST_NORMAL_HALF = 2.0**-14
+SMALLEST_HALF = 2.0**-24
+# The search over shrunken ranges: 1.00, 0.99, .. 0.21 of the full one, as other quantizers do it.
+SHRINK_STEPS = 100
+LARGEST_SHRINK = 0.8
+
+
+class WeightError(ValueError):
+    """A weight matrix that no grid can hold: NaN, infinite, or too large for a float16 scale."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedRows:
+    """Output channels on the grid: of one module, or of several that share an input, stacked by rows.
+
+    codes_NK uint8, scales_NG float16, zeros_NG int32 (as they are, not minus one), g_idx_K int32 (the group of each
+    input column), losses_N float32: per row, GPTQ's mean squared output error or RTN's mean squared weight error.
+    """
+
+    codes_NK: Tensor
+    scales_NG: Tensor
+    zeros_NG: Tensor
+    g_idx_K: Tensor
+    losses_N: Tensor
+
+    @property
+    def loss(self) -> float:
+        """Mean of the rows' losses."""
+        return float(self.losses_N.double().mean())
+
+    def dequantize(self) -> Tensor:
+        """float32 [N, K]: what a reader of the exported file computes."""
+        columns_K = self.g_idx_K.long()
+        steps_NK = self.codes_NK.float() - self.zeros_NG.float()[:, columns_K]
+        return self.scales_NG.float()[:, columns_K] * steps_NK
+
+    def rows(self, start: int, stop: int) -> "QuantizedRows":
+        """Rows start .. stop - 1, sharing memory with these."""
+        return QuantizedRows(
+            self.codes_NK[start:stop],
+            self.scales_NG[start:stop],
+            self.zeros_NG[start:stop],
+            self.g_idx_K,
+            self.losses_N[start:stop],
+        )
+
+    def to(self, device: torch.device | str) -> "QuantizedRows":
+        """These rows on `device`."""
+        return QuantizedRows(
+            self.codes_NK.to(device),
+            self.scales_NG.to(device),
+            self.zeros_NG.to(device),
+            self.g_idx_K.to(device),
+            self.losses_N.to(device),
+        )
+
+    @staticmethod
+    def concatenate(parts: "list[QuantizedRows]") -> "QuantizedRows":
+        """All rows of `parts` in order; ValueError unless every part assigns columns to groups alike."""
+        first, *rest = parts
+        if not rest:
+            return first
+        if any(not torch.equal(first.g_idx_K, part.g_idx_K) for part in rest):
+            raise ValueError(
+                "rows with different `g_idx` can't be joined: they were quantized with different Hessians or options; "
+                "join only units of one subset"
+            )
+        return QuantizedRows(
+            torch.cat([part.codes_NK for part in parts]),
+            torch.cat([part.scales_NG for part in parts]),
+            torch.cat([part.zeros_NG for part in parts]),
+            first.g_idx_K,
+            torch.cat([part.losses_N for part in parts]),
+        )
+
+
+def columns_per_group(in_features: int, config: GridConfig) -> int:
+    """Input columns that share a scale; ValueError when `group_size` does not divide `in_features`."""
+    if config.group_size == -1:
+        return in_features
+    if in_features % config.group_size:
+        raise ValueError(
+            f"in_features {in_features} is not a multiple of group_size {config.group_size}: the last group would be "
+            f"cut short; choose a group_size that divides it, or -1"
+        )
+    return config.group_size
+
+
+def check_weight(weight_NK: Tensor, config: GridConfig) -> None:
+    """WeightError for NaN, infinities, and weights whose scale would not fit float16 (over 491,000 at 4 bits)."""
+    largest_N = weight_NK.abs().amax(dim=1).float()
+    limit = LARGEST_HALF * (2**config.bits - 1) / 2
+    bad_N = ~(largest_N <= limit)
+    if not bool(bad_N.any()):
+        return
+    row = int(bad_N.nonzero()[0])
+    count = int(bad_N.sum())
+    if not bool(largest_N[row].isfinite()):
+        raise WeightError(
+            f"row {row} (one of {count}) holds NaN or infinite weights: the source file is damaged or the model "
+            f"diverged; fetch it again or use another source"
+        )
+    raise WeightError(
+        f"row {row} (one of {count}) holds a weight of magnitude {float(largest_N[row]):.4g}; at {config.bits} bits the "
+        f"largest that a float16 scale can reach is {limit:.4g}; use more bits, or a method whose scales are wider"
+    )
+
+
+def find_grid(weight_RC: Tensor, config: GridConfig) -> tuple[Tensor, Tensor]:
+    """Scale and zero of each row of one group's columns, both float32: scales are exact float16 values, zeros integers.
+
+    With `mse` > 0 the range is the one, of 80 shrunken ones, with the least sum of |error|^mse.
+    """
+    low_R, high_R = torch.aminmax(weight_RC, dim=1)
+    low_R, high_R = low_R.clamp(max=0), high_R.clamp(min=0)
+    if config.sym:
+        high_R = torch.maximum(-low_R, high_R)
+        low_R = -high_R
+    is_zero_R = low_R == high_R
+    low_R = low_R.masked_fill(is_zero_R, -1.0)
+    high_R = high_R.masked_fill(is_zero_R, 1.0)
+    if not config.mse:
+        return _scale_and_zero(low_R, high_R, config)
+    best_R = torch.full_like(low_R, torch.inf)
+    scale_R, zero_R = torch.ones_like(low_R), torch.zeros_like(low_R)
+    for step in range(int(LARGEST_SHRINK * SHRINK_STEPS)):
+        shrink = 1 - step / SHRINK_STEPS
+        tried_scale_R, tried_zero_R = _scale_and_zero(shrink * low_R, shrink * high_R, config)
+        error_RC = round_to_grid(weight_RC, tried_scale_R[:, None], tried_zero_R[:, None], config.bits)
+        error_RC.sub_(tried_zero_R[:, None]).mul_(tried_scale_R[:, None]).sub_(weight_RC)
+        error_R = error_RC.abs_().pow_(config.mse).sum(dim=1)
+        is_better_R = error_R < best_R
+        best_R = torch.where(is_better_R, error_R, best_R)
+        scale_R = torch.where(is_better_R, tried_scale_R, scale_R)
+        zero_R = torch.where(is_better_R, tried_zero_R, zero_R)
+    return scale_R, zero_R
+
+
+def find_group_grids(weight_NK: Tensor, config: GridConfig) -> tuple[Tensor, Tensor]:
+    """`find_grid` for every group of every row at once: scales and zeros [N, G]."""
+    rows, in_features = weight_NK.shape
+    scale_R, zero_R = find_grid(weight_NK.reshape(-1, columns_per_group(in_features, config)), config)
+    return scale_R.reshape(rows, -1), zero_R.reshape(rows, -1)
+
+
+def round_to_grid(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """The nearest codes, as float32; `scale` and `zero` broadcast against `weight`."""
+    return torch.div(weight, scale).round_().add_(zero).clamp_(0, 2**bits - 1)
+
+
+def _scale_and_zero(low_R: Tensor, high_R: Tensor, config: GridConfig) -> tuple[Tensor, Tensor]:
+    last_code = 2**config.bits - 1
+    scale_R = _as_half(torch.div(high_R - low_R, last_code))
+    if config.sym:
+        return scale_R, torch.full_like(scale_R, 2 ** (config.bits - 1))
+    zero_R = torch.div(-low_R, scale_R).round_().clamp_(0, last_code)
+    if config.checkpoint_format == "gptq":
+        has_none_R = zero_R < 1
+        scale_R = torch.where(has_none_R, _as_half(torch.div(high_R, last_code - 1)), scale_R)
+        zero_R = zero_R.clamp_(min=1)
+    return scale_R, zero_R
+
+
+def _as_half(scale_R: Tensor) -> Tensor:
+    """Positive scales at float16 precision, in float32; below the normal range rounded up, so that none becomes 0."""
+    half_R = scale_R.clamp(min=SMALLEST_HALF).half()
+    is_short_R = (half_R < scale_R) & (half_R < SMALLEST_NORMAL_HALF)
+    # Neighbouring halves are neighbouring integers.
+    return (half_R.view(torch.int16) + is_short_R).view(torch.half).float()

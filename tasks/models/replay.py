@@ -1,0 +1,175 @@
+"""Proof, before anything is quantized, that our layer-by-layer replay is what transformers computes.
+
+A model cut to one layer of each kind, and to the few vocabulary rows that the check uses, is loaded by transformers'
+own loader and run by its own forward. The same tokens go through our embedding, our layers and the staged forward.
+Everything that enters and leaves a layer or a linear is compared; the error names the first that differs.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from tasks.models.decoder import Decoder, map_tensors
+from tasks.models.staged import StagedForward
+
+VOCABULARY_ROWS = 32
+TOKENS = 24
+
+Trace = list[tuple[str, Tensor]]  # what was seen and its name, in order of execution
+
+
+class ReplayError(ValueError):
+    """Our replay of the model differs from transformers' own forward; the message names where first."""
+
+
+def check_replay(decoder: Decoder, device: str | torch.device = "cpu") -> None:
+    """Raise ReplayError unless our replay equals transformers' own forward, bit by bit, with and without padding.
+
+    Both run on `device` in its compute dtype. Holds one layer of each kind twice, and a few rows of the vocabulary
+    beside the decoder's own embedding.
+    """
+    chosen = decoder.layers_of_each_kind
+    reference = _reference(decoder, chosen, decoder.compute_dtype(device)).to(device)
+    # The cut model's layers, found by the names that its tensors were given.
+    theirs = {decoder.layer_name(i): reference.get_submodule(decoder.layer_name(n)) for n, i in enumerate(chosen)}
+    ours = {decoder.layer_name(i): decoder.materialise(i, device) for i in chosen}
+    _compare(_weights(theirs), _weights(ours))
+    rows = reference.get_input_embeddings().num_embeddings
+    input_ids = torch.randint(0, rows, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    full = torch.ones(2, TOKENS, dtype=torch.bool)
+    padded = full.clone()
+    padded[1, TOKENS // 2 :] = False
+    for attention_mask in (full, padded):
+        with torch.no_grad(), _recorded(theirs) as expected:
+            reference(input_ids.to(device), attention_mask=attention_mask.to(device), use_cache=False)
+        with _recorded(ours) as actual:
+            _replay(decoder, chosen, ours, input_ids, attention_mask, device)
+        _compare(expected, actual)
+
+
+def _reference(decoder: Decoder, chosen: tuple[int, ...], dtype: torch.dtype) -> PreTrainedModel:
+    """The cut model, loaded by transformers from the source's tensors, on the CPU."""
+    source = decoder.source
+    config = copy.deepcopy(decoder.config)
+    rows = min(VOCABULARY_ROWS, config.vocab_size)
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = len(chosen), rows, None
+    if getattr(config, "layer_types", None):
+        config.layer_types = [decoder.config.layer_types[i] for i in chosen]
+    tensors = {}
+    for name in decoder.outer_tensor_names:
+        if source.tensors[name].shape[0] == decoder.config.vocab_size:
+            tensors[name] = source.load_rows(name, rows)
+        else:
+            tensors |= source.load([name])
+    for place, i in enumerate(chosen):
+        for name, tensor in source.load(decoder.layer_tensor_names(i)).items():
+            tensors[decoder.layer_name(place) + name.removeprefix(decoder.layer_name(i))] = tensor
+    with _without_progress_bars():
+        model, report = decoder.model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            attn_implementation=decoder.attn_implementation,
+            output_loading_info=True,
+        )
+    wrong = "; ".join(f"{kind}: {', '.join(map(str, names))}" for kind, names in report.items() if names)
+    if wrong:
+        raise ReplayError(f"transformers does not take the source's tensors as they are ({wrong})")
+    return model
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    were_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_shown:
+            logging.enable_progress_bar()
+
+
+def _replay(
+    decoder: Decoder,
+    chosen: tuple[int, ...],
+    layers: Mapping[str, nn.Module],
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    device: str | torch.device,
+) -> None:
+    """Run the layers one after the other as a run does, but for the rounding between them, which the model has not."""
+    hidden_BTH = decoder.embed(input_ids).to(device, decoder.compute_dtype(device))
+    for i in chosen:
+        arguments = decoder.call_arguments(i, hidden_BTH, attention_mask)
+        with StagedForward(layers[decoder.layer_name(i)], decoder.subsets, [(hidden_BTH, arguments)]) as staged:
+            for subset in decoder.subsets:
+                for _ in staged.advance(subset):
+                    pass
+            (hidden_BTH,) = staged.finish()
+
+
+def _weights(layers: Mapping[str, nn.Module]) -> Trace:
+    return [
+        (f"weight `{layer_name}.{name}`", tensor)
+        for layer_name, layer in layers.items()
+        for name, tensor in layer.state_dict().items()
+    ]
+
+
+@contextmanager
+def _recorded(layers: Mapping[str, nn.Module]) -> Iterator[Trace]:
+    """Record what enters and leaves the layers, and what enters their linears, while this is open."""
+    trace: Trace = []
+
+    def record(name: str, value: Any) -> None:
+        map_tensors(value, lambda tensor: trace.append((name, tensor)))
+
+    def on_entry(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            record(f"input of `{name}`", args)
+            for key in sorted(kwargs):
+                record(f"`{key}` given to `{name}`", kwargs[key])
+
+        return hook
+
+    def on_exit(name: str) -> Any:
+        return lambda _module, _args, output: record(f"output of `{name}`", output)
+
+    handles = []
+    for layer_name, layer in layers.items():
+        handles.append(layer.register_forward_pre_hook(on_entry(layer_name), with_kwargs=True))
+        handles.append(layer.register_forward_hook(on_exit(layer_name)))
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                handles.append(module.register_forward_pre_hook(on_entry(f"{layer_name}.{name}"), with_kwargs=True))
+    try:
+        yield trace
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _compare(expected: Trace, actual: Trace) -> None:
+    for (name, theirs), (our_name, ours) in zip(expected, actual, strict=False):
+        if name != our_name:
+            raise ReplayError(f"transformers' forward comes to the {name} where our replay comes to the {our_name}")
+        if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
+            raise ReplayError(
+                f"{name} is {theirs.dtype} {list(theirs.shape)} in transformers' own forward, "
+                f"{ours.dtype} {list(ours.shape)} in our replay of one layer at a time"
+            )
+        if not torch.equal(theirs, ours):
+            difference = (theirs.double() - ours.double()).abs().max().item()
+            raise ReplayError(
+                f"{name} differs between transformers' own forward and our replay of one layer at a time "
+                f"(by up to {difference:.3g}): this model can't be quantized layer by layer as it is"
+            )
+    if len(expected) != len(actual):
+        raise ReplayError(f"transformers' forward has {len(expected)} steps, our replay {len(actual)}")

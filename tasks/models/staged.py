@@ -1,0 +1,138 @@
+"""A layer's forward over many batches, paused at its linears, so that each linear runs once per calibration token.
+
+Each batch's forward is transformers' own code running in a greenlet. When it reaches the first linear of a subset that
+is not yet released, it switches back with that linear's input. Once every batch has arrived, the caller has all inputs
+of the subset, quantizes its weights in place, and every batch goes on with the quantized weights.
+
+Memory: all batches are inside the layer at once. What stays alive for each of them, beside what the caller holds, is
+what the paused forward still needs. At {q,k,v}: the layer's input [B,T,H], the normed input and its mask and rotary
+tables; at {o}: the layer's input and the attention's output; at {gate,up}: the residual and the normed residual; at
+{down}: the residual and [B,T,intermediate], the peak. Masks exist only for padded batches (bool, B x T x T).
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+
+
+class StagedForward:
+    """One layer over many calls, subset by subset. Belongs to the thread that entered it, as greenlets do.
+
+    `subsets` are names of linears within the layer, in order of execution; the linears of one subset must share
+    their input. Linears in no subset run through unpaused. `calls` are (hidden, keyword arguments) and are taken one
+    by one when the forward starts, so a generator keeps only what the forward itself keeps. The layer's linears are
+    patched while this is open: one layer serves one StagedForward at a time.
+
+        with StagedForward(layer, subsets, calls) as staged:
+            for subset in subsets:
+                for index, input_BTK in staged.advance(subset): ...
+                ...  # change the weights of the subset in place, or leave them
+            outputs = staged.finish()
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        subsets: Sequence[Sequence[str]],
+        calls: Iterable[tuple[Tensor, Mapping[str, Any]]],
+    ) -> None:
+        self._layer = layer
+        self._subsets = tuple(tuple(subset) for subset in subsets)
+        self._calls: Iterable[tuple[Tensor, Mapping[str, Any]]] = calls
+        self._linears = {name: layer.get_submodule(name) for subset in self._subsets for name in subset}
+        self._released: set[str] = set()
+        self._greenlets: list[greenlet] = []
+        self._paused: list[tuple[str, Tensor] | None] = []  # linear and its input; None once the call is through
+        self._outputs: list[Tensor | None] = []
+        self._thread: int | None = None
+
+    def __enter__(self) -> "StagedForward":
+        self._thread = threading.get_ident()
+        for name, linear in self._linears.items():
+            linear.forward = self._gated(name, linear.forward)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for linear in self._linears.values():
+            linear.__dict__.pop("forward", None)
+        greenlets, self._greenlets = self._greenlets, []
+        self._paused, self._outputs, self._calls = [], [], ()
+        for call in greenlets:
+            if not call.dead:
+                call.parent = getcurrent()
+                call.throw()  # GreenletExit where it stands: its frames, and the tensors in them, go
+
+    def advance(self, subset: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
+        """Bring every call to `subset`, yielding (number of the call, input [B, T, K]) as each arrives.
+
+        Subsets are taken in their order; the weights of the one before are final from here on. A call that does not
+        use the subset (an expert without tokens) yields nothing. Iterate to the end before changing weights.
+        """
+        names = tuple(subset)
+        if names not in self._subsets:
+            raise ValueError(f"{names} is not one of the subsets {self._subsets}")
+        before = {name for earlier in self._subsets[: self._subsets.index(names)] for name in earlier}
+        if self._released - before:
+            raise RuntimeError(f"{names} is already past: subsets are taken in their order")
+        self._released |= before
+        for index in self._run():
+            paused = self._paused[index]
+            if paused is not None and paused[0] in names:
+                yield index, paused[1]
+
+    def finish(self) -> list[Tensor]:
+        """Run every call to its end and return the layer's outputs [B, T, H], in the order of the calls."""
+        self._released |= set(self._linears)
+        for _ in self._run():
+            pass
+        outputs, self._outputs = self._outputs, []
+        return [output for output in outputs if output is not None]
+
+    def _run(self) -> Iterator[int]:
+        """Run each call as far as the released linears let it, and yield its number."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a StagedForward runs in the thread that entered it, and only while it is open")
+        if not self._greenlets:
+            for index, (hidden_BTH, arguments) in enumerate(self._calls):
+                self._greenlets.append(greenlet(self._layer))
+                self._paused.append(None)
+                self._outputs.append(None)
+                self._switch(index, hidden_BTH, **arguments)
+                del hidden_BTH, arguments
+                yield index
+            self._calls = ()
+            return
+        for index, paused in enumerate(self._paused):
+            if paused is not None and paused[0] in self._released:
+                del paused
+                self._switch(index)
+            yield index
+
+    def _switch(self, index: int, *args: Any, **kwargs: Any) -> None:
+        self._paused[index] = None
+        call = self._greenlets[index]
+        call.parent = getcurrent()
+        # Grad mode belongs to the thread, not to the greenlet: set around each switch, never across one.
+        with torch.no_grad():
+            arrived = call.switch(*args, **kwargs)
+        if call.dead:
+            self._outputs[index] = arrived[0] if isinstance(arrived, tuple) else arrived
+        else:
+            self._paused[index] = arrived
+
+    def _gated(self, name: str, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def pause_then_forward(input_BTK: Tensor) -> Tensor:
+            if name not in self._released:
+                caller = getcurrent().parent
+                assert caller is not None, "a gated layer runs inside a StagedForward only"
+                caller.switch((name, input_BTK))
+            return forward(input_BTK)
+
+        return pause_then_forward
