@@ -12,7 +12,11 @@ from checkpoint_store.config import CheckpointConfig
 from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig, TelemetryConfig
 
 METHODS: dict[str, type[BaseModel]] = {"gptq": GPTQConfig, "rtn": RTNConfig}
-SECTIONS = {"calibration": CalibrationConfig, "checkpoint": CheckpointConfig, "telemetry": TelemetryConfig}
+SECTIONS: dict[str, type[BaseModel]] = {
+    "calibration": CalibrationConfig,
+    "checkpoint": CheckpointConfig,
+    "telemetry": TelemetryConfig,
+}
 
 # Where a field's option is not simply the field's name.
 OPTION_NAMES = {
@@ -24,7 +28,7 @@ OPTION_NAMES = {
 }
 FLAGS_WITH_OPPOSITE = {"sym": ("--sym", "--asym"), "strict_device_check": ("", "--no-strict-device-check")}
 SHOWN_IN_HELP = {"data": "FILE", "path": "ROOT", "output": "DIR", "offload_directory": "DIR", "devices": "LIST"}
-SHOWN_FOR_TYPE = {int: "N", float: "X"}
+SHOWN_FOR_TYPE: dict[Callable[[str], Any], str] = {int: "N", float: "X"}
 
 
 class UsageError(ValueError):
@@ -111,8 +115,6 @@ def _add(group: "argparse._ArgumentGroup", option: _Option) -> None:
         return
     choices, kind = _values(option.field.annotation)
     shown = None if choices else SHOWN_IN_HELP.get(option.name, SHOWN_FOR_TYPE.get(kind, option.name.upper()))
-    if option.name == "devices":
-        kind = _devices
     group.add_argument(option.flag, type=kind, choices=choices, metavar=shown, help=_help(option.field), **common)
 
 
@@ -124,10 +126,6 @@ def _values(annotation: Any) -> tuple[tuple[Any, ...] | None, Callable[[str], An
         parts = [part for part in get_args(annotation) if part is not type(None)]
         return _values(parts[0]) if len(parts) == 1 else (None, str)
     return None, annotation if annotation in (int, float) else str
-
-
-def _devices(text: str) -> str | tuple[str, ...]:
-    return "auto" if text == "auto" else tuple(part.strip() for part in text.split(","))
 
 
 def _help(field: FieldInfo) -> str:
