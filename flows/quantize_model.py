@@ -122,6 +122,7 @@ class _Quantization:
             digest = identity.digest(identity.portable(described))
             if finished is not None:
                 return self._verified(finished, digest)
+            self._refuse_foreign_files()
             self._stop_if_asked(None)
             with self._open_session(described, decoder.layer_count) as session:
                 run = running.Run(
@@ -172,6 +173,15 @@ class _Quantization:
         self.logger.info("output %s holds this job's finished export; every file is as it was written", self.output)
         about = {**finished, "status": "verified", "output": str(self.output), "checkpoint": str(self.root)}
         return Report.model_validate(about)
+
+    def _refuse_foreign_files(self) -> None:
+        names = output_directory.foreign_names(self.output)
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"output {self.output} is not empty ({', '.join(f'`{name}`' for name in names[:3])}{more}) and holds no "
+                f"finished export; name another directory, or move these files away"
+            )
 
     # The layers -------------------------------------------------------------------------------------------------------
 

@@ -79,16 +79,22 @@ def remove_leftovers(output: Path) -> list[str]:
     return removed
 
 
-def holds_only_leftovers(output: Path) -> bool:
-    """Whether everything in the directory `output` was left by a dead run of ours that was moving its files in."""
+def foreign_names(output: Path) -> list[str]:
+    """What lies in the directory `output` and was not left there by a dead run of ours that was moving its files in."""
+    if not output.is_dir():
+        return []
     ours = {partial.name for partial, in_place in _partials(output) if in_place}
     moved: dict[str, str] = {}
     for name in ours:
         moved |= _moved_out_of(output / name)
-    return all(
-        entry.name in ours or (entry.name in moved and file_sha256(output / entry.name) == moved[entry.name])
-        for entry in os.scandir(output)
-    ) if output.is_dir() else True
+    if os.path.ismount(output):
+        ours.add("lost+found")
+    return [
+        entry.name
+        for entry in sorted(os.scandir(output), key=lambda entry: entry.name)
+        if entry.name not in ours
+        and not (entry.name in moved and entry.is_file() and file_sha256(output / entry.name) == moved[entry.name])
+    ]
 
 
 def _partials(output: Path) -> Iterator[tuple[Path, bool]]:

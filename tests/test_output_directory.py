@@ -183,7 +183,7 @@ def test_a_run_killed_at_any_rename_never_looks_finished_and_is_cleared_away(
         return
     assert died == -signal.SIGKILL
     assert output_directory.read_report(output) is None
-    assert output_directory.holds_only_leftovers(output)
+    assert output_directory.foreign_names(output) == []
     assert output_directory.remove_leftovers(output)
     assert [path for path in tmp_path.rglob("*") if path != output] == []
 
@@ -194,6 +194,6 @@ def test_a_foreign_file_beside_moved_ones_is_neither_removed_nor_taken_for_ours(
     partial.mkdir(parents=True)
     (partial / MOVED_FILE).write_text(json.dumps({"config.json": "0" * 64}))
     (output / "config.json").write_text("{}")
-    assert not output_directory.holds_only_leftovers(output)
+    assert output_directory.foreign_names(output) == ["config.json"]
     assert output_directory.remove_leftovers(output) == [partial.name]
     assert contents(output) == {"config.json": b"{}"}
