@@ -327,7 +327,9 @@ def test_a_record_that_was_lost_on_its_way_to_the_store_stops_the_publish(
         raise OSError("the disk is full")
 
     monkeypatch.setattr(CheckpointSession, "stage_record", failing)
-    with pytest.raises(CheckpointError, match=r"record `layer-00000-[0-9a-f]{32}` finished but never reached the store"):
+    with pytest.raises(
+        CheckpointError, match=r"record `layer-00000-[0-9a-f]{32}` finished but never reached the store"
+    ):
         quantize_model(tiny_job(model, tmp_path))
     monkeypatch.undo()
     assert json.loads((tmp_path / "checkpoint" / "CURRENT").read_bytes().splitlines()[0])["generations"] == []
