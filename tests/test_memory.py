@@ -44,5 +44,7 @@ def peak_bytes(place: Path, layers: int) -> int:
 def test_a_model_four_times_as_deep_peaks_within_one_layer_of_the_shallow_one(tmp_path: Path) -> None:
     shallow, deep = (peak_bytes(tmp_path / str(layers), layers) for layers in (6, 24))
     one_layer = 4 * (3 * HIDDEN * INTERMEDIATE + 2 * HIDDEN * HIDDEN)  # float32, without k and v
-    print(f"peak of 6 layers {shallow / 1e6:.1f} MB, of 24 layers {deep / 1e6:.1f} MB, one layer {one_layer / 1e6:.1f} MB")
+    print(
+        f"peak of 6 layers {shallow / 1e6:.1f} MB, of 24 layers {deep / 1e6:.1f} MB, one layer {one_layer / 1e6:.1f} MB"
+    )
     assert deep - shallow < one_layer
