@@ -249,7 +249,7 @@ def test_a_source_with_a_value_that_is_not_finite_is_named_and_nothing_is_staged
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with open_run(tiny_job(model, tmp_path, quantization=RTNConfig(group_size=32))) as run:
         work, errors = run_shards(run, 0)
-        with pytest.raises(ValueError, match=f"model.layers.0.{tensor.removesuffix('.weight').removesuffix('.bias')}"):  # noqa: PT012
+        with pytest.raises(ValueError, match=f"model.layers.0.{tensor.removesuffix('.weight').removesuffix('.bias')}"):
             if errors:
                 raise errors[0]
             quantize_layer.scan(quantize_layer.pack(run, work), "model.layers.0")
