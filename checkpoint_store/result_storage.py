@@ -39,14 +39,15 @@ class GenerationStorage(WritableFileSystem):
 
     root: str = Field(description="Checkpoint root whose published generation answers reads.")
 
-    def read_path(self, path: str, _sync: bool = True) -> bytes:
+    # The superclass declares coroutines; Prefect looks for `aread_path` first and takes plain methods for plain.
+    def read_path(self, path: str, _sync: bool = True) -> bytes:  # type: ignore[override]
         """The record under the key `path`, as pinned or staged by the open session; ValueError when it has none."""
         record = session.current().record(path)
         if record is None:
             raise ValueError(f"no result record `{path}` in the pinned generation of {self.root}")
         return record
 
-    def write_path(self, path: str, content: bytes, _sync: bool = True) -> None:
+    def write_path(self, path: str, content: bytes, _sync: bool = True) -> None:  # type: ignore[override]
         """Stage the record under the key `path`; it becomes durable progress only when the flow publishes it."""
         session.current().stage_record(path, content)
 

@@ -51,7 +51,9 @@ def own_server_flow(**options: Any) -> Callable[[Callable[..., Any]], OwnServerF
 
 def _run_name() -> str:
     job = flow_run_runtime.parameters["job"]
-    model, quantization = (job["model"], job["quantization"]) if isinstance(job, dict) else (job.model, job.quantization)
+    model, quantization = (
+        (job["model"], job["quantization"]) if isinstance(job, dict) else (job.model, job.quantization)
+    )
     method = quantization.get("method", "gptq") if isinstance(quantization, dict) else quantization.method
     return f"{Path(model).name} {method}"
 
@@ -153,7 +155,7 @@ class _Quantization:
         except CheckpointError as error:
             reason = {"reason": type(error).__name__, "message": str(error)}
             telemetry.emit(self.logger, self.root, "rejected", reason)
-            if isinstance(error, StoreLocked) and stopping.is_deployed(run):
+            if isinstance(error, StoreLocked) and run is not None and stopping.is_deployed(run):
                 stopping.reschedule(run, "WaitingForRoot", str(error))
             raise
 

@@ -72,14 +72,18 @@ class StopRequest:
         self._count += 1
         self.signal = self.signal or number
         if self._count >= 3:
-            raise GaveUp(f"third stop signal ({signal.Signals(number).name}): giving up at once; what is published stays")
+            raise GaveUp(
+                f"third stop signal ({signal.Signals(number).name}): giving up at once; what is published stays"
+            )
         # A handler runs between any two bytecodes, maybe inside a logging lock of this thread: write from another one.
         first = self._count == 1
         threading.Thread(target=self._tell, args=(signal.Signals(number).name, first), daemon=True).start()
 
     def _tell(self, name: str, first: bool) -> None:
         if first:
-            self._logger.warning("%s: stopping after %s; a second signal says how far, a third gives up", name, self._how_far())
+            self._logger.warning(
+                "%s: stopping after %s; a second signal says how far, a third gives up", name, self._how_far()
+            )
         else:
             self._logger.warning("%s again: still in %s; a third signal gives up at once", name, self._how_far())
 

@@ -157,7 +157,9 @@ class Export:
         self.directory.mkdir()
         lock = _lock_directory(self.directory)
         if lock is None:
-            raise BlockingIOError(errno.EAGAIN, f"another process holds `{self.directory}`, which was made this instant")
+            raise BlockingIOError(
+                errno.EAGAIN, f"another process holds `{self.directory}`, which was made this instant"
+            )
         self._lock = lock
         return self
 

@@ -147,9 +147,7 @@ class _Shard:
         self.device = self.run.pool.devices[number].torch_device
         self.dtype = self.run.decoder.compute_dtype(self.device)
         self.lanes = lane_batches(len(self.run.hidden))
-        self.batches = [
-            (lane, batch) for lane in range(number, LANES, work.device_count) for batch in self.lanes[lane]
-        ]
+        self.batches = [(lane, batch) for lane in range(number, LANES, work.device_count) for batch in self.lanes[lane]]
 
     def go(self) -> None:
         decoder = self.run.decoder
@@ -238,7 +236,7 @@ class _Shard:
         work = self.work
         if not self.run.needs_activations:
             work.outcomes[subset] = SubsetOutcome("rtn", 0, None, None)
-        weights = {name: module.get_submodule(name).weight for name in subset}
+        weights = {name: _weight(module, name) for name in subset}
         self._quantize_units(list(weights.values()), work.factor)
         work.meet()
         if work.diverged:
@@ -271,12 +269,18 @@ class _Shard:
         """Told before anything is spent on the layer, and by name: units know rows only."""
         for name in self.run.decoder.linear_shapes:
             try:
-                check_weight(module.get_submodule(name).weight, self.run.job.quantization)
+                check_weight(_weight(module, name), self.run.job.quantization)
             except WeightError as error:
                 raise WeightError(f"`{self._full(name)}`: {error}") from error
 
     def _full(self, name: str) -> str:
         return f"{self.run.decoder.layer_name(self.work.layer)}.{name}"
+
+
+def _weight(module: nn.Module, name: str) -> Tensor:
+    linear = module.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    return linear.weight
 
 
 def _rows_of(weights: list[Tensor], start: int, stop: int) -> Tensor:

@@ -50,5 +50,7 @@ def tensors(logger: Logger, kind: str, held: Sequence[Tensor], *, device: bool) 
     """Log where tensors are and of what shape and dtype, when `device` is on."""
     if device:
         placed = Counter((str(tensor.device), str(tensor.dtype), tuple(tensor.shape)) for tensor in held)
-        shapes = [{"device": where, "dtype": dtype, "shape": shape, "count": n} for (where, dtype, shape), n in placed.items()]
+        shapes = [
+            {"device": where, "dtype": dtype, "shape": shape, "count": n} for (where, dtype, shape), n in placed.items()
+        ]
         logger.info("telemetry %s %s", kind, json.dumps({"hidden": shapes}, sort_keys=True))

@@ -100,9 +100,7 @@ def test_a_retry_of_a_run_that_was_started_with_never_goes_on_from_its_own_progr
     assert layer_task_states(flow_run.id)[-LAYERS:] == ["Cached", "Cached", "Completed"]
 
 
-def test_a_retry_of_a_run_that_was_started_with_never_does_not_go_on_from_anothers(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_retry_of_a_run_that_was_started_with_never_does_not_go_on_from_anothers(model: Path, tmp_path: Path) -> None:
     other = tiny_job(model, tmp_path, resume="never", root="elsewhere")
     stop_after_layer(other, 0)
     flow_run = last_flow_run()
@@ -329,7 +327,7 @@ def test_a_record_that_was_lost_on_its_way_to_the_store_stops_the_publish(
         raise OSError("the disk is full")
 
     monkeypatch.setattr(CheckpointSession, "stage_record", failing)
-    with pytest.raises(CheckpointError, match="record `layer-00000-[0-9a-f]{32}` finished but never reached the store"):
+    with pytest.raises(CheckpointError, match=r"record `layer-00000-[0-9a-f]{32}` finished but never reached the store"):
         quantize_model(tiny_job(model, tmp_path))
     monkeypatch.undo()
     assert json.loads((tmp_path / "checkpoint" / "CURRENT").read_bytes().splitlines()[0])["generations"] == []

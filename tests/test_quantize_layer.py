@@ -159,7 +159,9 @@ def test_gptq_beats_rounding_to_nearest_on_the_outputs_of_the_layer(model: Path,
 
 def test_padding_is_in_no_statistic(model: Path, tmp_path: Path) -> None:
     ids = tuple(tuple(range(2, 2 + length)) for length in (12, 20, 31))
-    one, _ = finished_layer(model, tmp_path / "one", 1, calibration={"data": ids, "batch_size": 1, "sequence_length": 40})
+    one, _ = finished_layer(
+        model, tmp_path / "one", 1, calibration={"data": ids, "batch_size": 1, "sequence_length": 40}
+    )
     all_at_once, _ = finished_layer(
         model, tmp_path / "all", 1, calibration={"data": ids, "batch_size": 3, "sequence_length": 40}
     )
@@ -240,9 +242,7 @@ def test_an_error_in_one_shard_ends_its_siblings_and_is_the_one_told(
 
 
 @pytest.mark.parametrize("tensor", ["mlp.up_proj.weight", "input_layernorm.weight", "self_attn.q_proj.bias"])
-def test_a_source_with_a_value_that_is_not_finite_is_named_and_nothing_is_staged(
-    tensor: str, tmp_path: Path
-) -> None:
+def test_a_source_with_a_value_that_is_not_finite_is_named_and_nothing_is_staged(tensor: str, tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "model", layers=1, attention_bias=True)
     tensors = load_file(model / "model.safetensors")
     tensors[f"model.layers.0.{tensor}"].view(-1)[5] = torch.inf
@@ -261,7 +261,9 @@ def test_hidden_states_that_overflow_are_told_with_the_layer(tmp_path: Path) -> 
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"].mul_(60000)
     tensors["model.layers.0.mlp.up_proj.weight"].mul_(1000)
-    save_file({name: t.nan_to_num() for name, t in tensors.items()}, model / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: t.nan_to_num() for name, t in tensors.items()}, model / "model.safetensors", metadata={"format": "pt"}
+    )
     with open_run(tiny_job(model, tmp_path)) as run:
         _, errors = run_shards(run, 0)
     assert "hidden states after `model.layers.0` are not finite" in str(errors[0])

@@ -101,7 +101,10 @@ def test_a_signal_before_the_first_layer_stops_there_and_publishes_nothing(
 
     monkeypatch.setattr(module.preflight, "check", lambda job: os.kill(os.getpid(), signal.SIGTERM))
     job = tiny_job(model, tmp_path)
-    with layers_run() as ran, pytest.raises(CheckpointStopped, match="before the first layer; this run published nothing"):
+    with (
+        layers_run() as ran,
+        pytest.raises(CheckpointStopped, match="before the first layer; this run published nothing"),
+    ):
         quantize_model(job)
     monkeypatch.undo()
     monkeypatch.setattr(module, "check_replay", signalled)
