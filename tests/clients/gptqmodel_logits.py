@@ -1,0 +1,69 @@
+"""Loads gptq exports as their users do and writes what came out. Runs in the client environment, imports nothing of ours.
+
+    python gptqmodel_logits.py REQUEST.json
+
+REQUEST holds {"loader": "transformers" | "gptqmodel", "answer": FILE, "models": {DIRECTORY: {"input_ids": [[..]],
+"logits": FILE}}}. The answer is JSON (stdout is full of the libraries' own words), by directory: the classes of the
+modules that replaced the linears of the decoder layers, missing and unexpected keys (transformers only, GPTQModel does
+not tell), or an error. The file of logits gets two tensors: `loaded`, those of the model as it came (float32 through
+transformers; float16 is what GPTQModel's own loader takes); and `widened`, those after everything was turned into
+float32: the torch kernel multiplies codes and scales in the scales' dtype, float16, which costs up to half a unit in
+the eleventh bit of every weight.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from gptqmodel import BACKEND, GPTQModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GPTQConfig
+
+
+def load(loader: str, directory: str):
+    """The model and what its loader says of missing and unexpected keys."""
+    # The kernel that every CPU has; `auto` picks one by the CPU's instructions and may compile it first.
+    if loader == "gptqmodel":
+        return GPTQModel.load(directory, backend=BACKEND.GPTQ_TORCH, device="cpu", dtype=torch.float16).model, {}
+    bits = json.loads((Path(directory) / "quantize_config.json").read_text())["bits"]
+    return AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        quantization_config=GPTQConfig(bits=bits, backend="gptq_torch"),  # only the backend is taken from here
+        output_loading_info=True,
+    )
+
+
+def judge(loader: str, directory: str, request: dict) -> dict:
+    model, loading = load(loader, directory)
+    model.eval()
+    input_ids = torch.tensor(request["input_ids"])
+    with torch.inference_mode():
+        logits = {"loaded": model(input_ids=input_ids).logits.float()}
+        torch.nn.Module.float(model)  # its own `float` refuses quantized models
+        logits["widened"] = model(input_ids=input_ids).logits.float()
+    save_file({name: tensor.contiguous() for name, tensor in logits.items()}, request["logits"])
+    projections = {name: type(module) for name, module in model.named_modules() if name.endswith("_proj")}
+    return {
+        "classes": {name: f"{kind.__module__}.{kind.__name__}" for name, kind in projections.items()},
+        "missing": sorted(loading.get("missing_keys", [])),
+        "unexpected": sorted(loading.get("unexpected_keys", [])),
+        "error": None,
+    }
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text())
+    answer = {}
+    for directory, model_request in request["models"].items():
+        try:
+            answer[directory] = judge(request["loader"], directory, model_request)
+        except Exception:
+            answer[directory] = {"error": traceback.format_exc()}
+    Path(request["answer"]).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

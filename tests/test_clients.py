@@ -1,0 +1,160 @@
+"""Other programs load our exports and compute what our own reading of the file says.
+
+"It loaded" proves nothing: wrong layouts load too, and give garbage. So each export is held to four things: no missing
+and no unexpected keys, every linear of a decoder layer replaced by the client's packed class, and the logits, against
+the dense model of tasks/evaluate.py. The client runs in an environment of its own (client_environment.py).
+"""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from client_environment import client_python
+from packed_models import write_packed
+from safetensors.torch import load_file
+from tiny_models import write_tiny_llama
+from torch import Tensor
+
+from tasks.evaluate import dense_model
+from tasks.job import GPTQConfig, RTNConfig
+
+pytestmark = pytest.mark.slow
+
+CLIENT_SCRIPT = Path(__file__).parent / "clients" / "gptqmodel_logits.py"
+CLIENT_SECONDS = 600
+CLIENT_VARIABLES = {
+    "GPTQMODEL_CPU_WORKERS": "2",  # on two cores its loader fails without
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # most models are tiny
+    "TORCHDYNAMO_DISABLE": "1",  # the same kernel, without half a minute of compiling
+}
+CLIENT_CLASS = "gptqmodel.nn_modules.qlinear.torch.TorchLinear"
+# The client multiplies codes and scales in float16: half a unit in the eleventh bit of each weight.
+LOADED_TOLERANCE = 1e-3
+# And GPTQModel's own loader computes everything in float16.
+HALF_TOLERANCE = 4e-3
+# With float32 scales only the order of sums is left.
+WIDENED_TOLERANCE = 1e-5
+
+EXPORTS: dict[str, tuple[GPTQConfig | RTNConfig, dict]] = {
+    f"rtn-{bits}-{'sym' if sym else 'asym'}-{checkpoint_format}": (
+        RTNConfig(bits=bits, group_size=64, sym=sym, checkpoint_format=checkpoint_format),
+        {},
+    )
+    for bits in (2, 3, 4, 8)
+    for sym in (True, False)
+    for checkpoint_format in ("gptq", "gptq_v2")
+} | {
+    "gptq-2": (GPTQConfig(bits=2, group_size=64), {}),
+    "gptq-3": (GPTQConfig(bits=3, group_size=64), {}),
+    "gptq-4": (GPTQConfig(bits=4, group_size=64), {}),
+    "gptq-8": (GPTQConfig(bits=8, group_size=64), {}),
+    "gptq-2-asym-v2": (GPTQConfig(bits=2, group_size=64, sym=False, checkpoint_format="gptq_v2"), {}),
+    "gptq-4-asym": (GPTQConfig(bits=4, group_size=64, sym=False), {}),
+    "desc_act": (GPTQConfig(group_size=32, desc_act=True), {}),
+    "desc_act-static_groups": (GPTQConfig(group_size=32, desc_act=True, static_groups=True), {}),
+    "desc_act-3-asym": (GPTQConfig(bits=3, group_size=32, desc_act=True, sym=False), {}),
+    "act_group_aware": (GPTQConfig(group_size=32, act_group_aware=True), {}),
+    "per-channel": (GPTQConfig(group_size=-1), {}),
+    "mse": (RTNConfig(group_size=64, mse=2.4), {}),
+    "tied": (GPTQConfig(group_size=64), {"tied": True}),
+    "biased": (GPTQConfig(group_size=64), {"attention_bias": True, "mlp_bias": True}),
+    "rope-scaling": (RTNConfig(group_size=64), {"llama3_rope": True}),
+    "float16": (RTNConfig(group_size=64), {"dtype": torch.float16}),
+    "width-192": (GPTQConfig(group_size=64), {"hidden_size": 192, "intermediate_size": 320}),
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a client made of one export, and the logits that our own reading of it gives."""
+
+    answer: dict
+    logits: dict[str, Tensor]
+    expected: Tensor
+
+
+def ask_client(loader: str, exports: dict[str, Path], scratch: Path) -> dict[str, Loaded]:
+    """Load all `exports` with one process of the client; by name."""
+    input_ids = [[(7 * i + 3) % 256 for i in range(32)], [(11 * i + 5) % 256 for i in range(32)]]
+    models = {
+        str(path): {"input_ids": input_ids, "logits": str(scratch / f"{name}.safetensors")}
+        for name, path in exports.items()
+    }
+    request, answer = scratch / "request.json", scratch / "answer.json"
+    request.write_text(json.dumps({"loader": loader, "answer": str(answer), "models": models}))
+    command = [client_python(), CLIENT_SCRIPT, request]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=CLIENT_SECONDS, env=os.environ | CLIENT_VARIABLES
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(answer.read_text())
+    loaded = {}
+    for name, path in exports.items():
+        assert answers[str(path)]["error"] is None, f"{name}:\n{answers[str(path)]['error']}"
+        with torch.inference_mode():
+            expected = dense_model(path)(torch.tensor(input_ids)).logits
+        loaded[name] = Loaded(answers[str(path)], load_file(scratch / f"{name}.safetensors"), expected)
+    return loaded
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def assert_replaced(loaded: Loaded, layers: int) -> None:
+    assert len(loaded.answer["classes"]) == 7 * layers
+    assert set(loaded.answer["classes"].values()) == {CLIENT_CLASS}
+
+
+def assert_same_logits(loaded: Loaded) -> None:
+    assert relative_error(loaded.logits["widened"], loaded.expected) < WIDENED_TOLERANCE
+    assert torch.equal(loaded.logits["widened"].argmax(-1), loaded.expected.argmax(-1))
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("exports")
+    sources: dict[str, Path] = {}
+    paths = {}
+    for name, (config, options) in EXPORTS.items():
+        kind = json.dumps(options, default=str)
+        if kind not in sources:
+            shape = {"hidden_size": 128, "intermediate_size": 256} | options
+            sources[kind] = write_tiny_llama(root / f"source-{len(sources)}", **shape)
+        paths[name] = root / name
+        write_packed(sources[kind], paths[name], config)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def through_transformers(exports, tmp_path_factory) -> dict[str, Loaded]:
+    return ask_client("transformers", exports, tmp_path_factory.mktemp("transformers"))
+
+
+@pytest.fixture(scope="module")
+def through_gptqmodel(exports, tmp_path_factory) -> dict[str, Loaded]:
+    return ask_client("gptqmodel", exports, tmp_path_factory.mktemp("gptqmodel"))
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_transformers_computes_what_our_export_says(through_transformers, name):
+    loaded = through_transformers[name]
+    assert loaded.answer["missing"] == []
+    assert loaded.answer["unexpected"] == []
+    assert_replaced(loaded, layers=2)
+    assert relative_error(loaded.logits["loaded"], loaded.expected) < LOADED_TOLERANCE
+    assert_same_logits(loaded)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_gptqmodel_computes_what_our_export_says(through_gptqmodel, name):
+    loaded = through_gptqmodel[name]
+    assert_replaced(loaded, layers=2)
+    assert relative_error(loaded.logits["loaded"], loaded.expected) < HALF_TOLERANCE
+    assert_same_logits(loaded)
