@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +21,14 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _deploy(arguments: argparse.Namespace) -> int:
-    print(f"Prefect server {_server()}")
+    server = _server()
+    print(f"Prefect server {server}", flush=True)
     made = asyncio.run(_make_work_pool())
-    print(
-        f"work pool `{WORK_POOL}` {'made' if made else 'is there'}; start a worker with: prefect worker start --pool {WORK_POOL}"
-    )
+    state = "made" if made else "is there"
+    print(f"work pool `{WORK_POOL}` {state}; start a worker with: prefect worker start --pool {WORK_POOL}", flush=True)
     file = DEPLOYMENTS / "prefect.yaml"
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(command, env={**os.environ, "PREFECT_API_URL": server}, check=False).returncode
 
 
 async def _make_work_pool() -> bool:

@@ -20,7 +20,7 @@ CALIBRATION_TEXT = Path(__file__).with_name("demo_calibration.txt")
 HELD_OUT_TEXT = Path(__file__).with_name("demo_held_out.txt")
 PROMPT = "The Rabbit took a watch out of its pocket, and"
 SEQUENCE_LENGTH = 512
-HELD_OUT_TOKENS = 4096
+HELD_OUT_TOKENS = 2048
 NEW_TOKENS = 24
 
 
@@ -70,9 +70,11 @@ def _model(model: Path | None, layers: int | None, say: Callable[[str], None]) -
 def _measured(model: Path, tokenizer_from: Path) -> dict[str, Any]:
     import torch
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
     from tasks.evaluate import dense_model, generate, perplexity
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_from)
     held_out_T = torch.tensor(tokenizer(HELD_OUT_TEXT.read_text()).input_ids[:HELD_OUT_TOKENS])
     loaded = dense_model(model)

