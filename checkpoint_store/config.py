@@ -1,7 +1,8 @@
 """What a user may set about checkpoints; none of it is part of a job's identity."""
 
+import os
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -13,6 +14,7 @@ class CheckpointConfig(BaseModel):
 
     path: str = Field(
         "auto",
+        min_length=1,
         description="Checkpoint root. An explicit durable path is recommended; `auto` derives a stable one from the "
         "offload directory or the output, and is refused where it would not survive the process.",
     )
@@ -28,6 +30,11 @@ class CheckpointConfig(BaseModel):
     allow_network_filesystem: bool = Field(
         False, description="Accept a root on NFS, SMB, Lustre or FUSE, whose locks and syncs may not hold."
     )
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _path_as_text(cls, value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @field_validator("interval")
     @classmethod

@@ -4,16 +4,35 @@ Files are named relative to an open directory, so that a path is resolved once a
 the root. The crash tests replace this class with one that remembers what was synced; a method added here must be added there.
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import platform
 import stat
 from dataclasses import dataclass
+from pathlib import Path
 
 WRITE_VIEW_BYTES = 4 << 20
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+
+_FICLONE = 0x40049409  # linux/fs.h; share the extents of another file
+_MADV_POPULATE_READ = 22  # Linux 5.14; unlike touching the pages, a read error comes back as an errno, not as SIGBUS
+_EHWPOISON = 133  # memory went bad under the page; Python's errno has no name for it
+
+# Descriptors that hold a flock: a forked child must not keep the lock of a parent that died. Closing is enough and
+# right; unlocking in the child would unlock the parent, since both share one open file description.
+_lock_descriptors: set[int] = set()
+
+
+def _close_locks_in_forked_child() -> None:
+    while _lock_descriptors:
+        os.close(_lock_descriptors.pop())
+
+
+os.register_at_fork(after_in_child=_close_locks_in_forked_child)
 
 
 @dataclass(frozen=True)
@@ -30,11 +49,52 @@ class FileStat:
 class Disk:
     """POSIX system calls; an `OSError` passes through unchanged for the caller to name the thing it happened to."""
 
+    # Process ---------------------------------------------------------------------------------------------------------
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def host(self) -> str:
+        return platform.node()
+
+    def boot_id(self) -> str:
+        """What tells this start of the machine from the one before; empty where the kernel does not say."""
+        try:
+            return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        except OSError:
+            return ""
+
+    def real_path(self, path: str) -> str:
+        """The absolute path with every symbolic link resolved; parts that do not exist stay as they are."""
+        return os.path.realpath(path)
+
     # Directories -----------------------------------------------------------------------------------------------------
 
     def open_root(self, path: str) -> int:
         """Descriptor of the directory `path`; the only call that takes a path, and the only one that follows links."""
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def make_root(self, path: str) -> None:
+        """Make the directory `path` and what is missing above it, durably.
+
+        Every directory above, up to the mount point, is synced even when it was there: a killed predecessor may have
+        made it and left an entry that is visible but not durable.
+        """
+        root = Path(os.path.realpath(path))
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir(DIRECTORY_MODE, exist_ok=True)
+        device = root.stat().st_dev
+        for above in root.parents:
+            if above.stat().st_dev != device:
+                break
+            try:
+                directory = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except PermissionError:  # not readable, so not ours: it was there before any process of this user
+                continue
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
 
     def open_directory(self, directory: int, name: str) -> int:
         return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
@@ -64,9 +124,17 @@ class Disk:
         return os.open(name, flags, dir_fd=directory)
 
     def open_for_lock(self, directory: int, name: str) -> int:
-        """Descriptor to read, write and flock; the file is made when missing."""
+        """Descriptor to read, write and flock, closed in forked children; the file is made when missing."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, FILE_MODE, dir_fd=directory)
+        file = os.open(name, flags, FILE_MODE, dir_fd=directory)
+        _lock_descriptors.add(file)
+        return file
+
+    def open_for_shared_lock(self, directory: int, name: str) -> int:
+        """As `open_for_lock`, but read-only and never made: what a reader may do on a read-only mount."""
+        file = self.open_for_read(directory, name)
+        _lock_descriptors.add(file)
+        return file
 
     def allocate(self, file: int, size: int) -> None:
         """Reserve `size` bytes, so that a full disk is told before the work; a file system without it reserves nothing."""
@@ -91,6 +159,7 @@ class Disk:
         os.fsync(file)
 
     def close(self, file: int) -> None:
+        _lock_descriptors.discard(file)
         os.close(file)
 
     def size(self, file: int) -> int:
@@ -109,10 +178,40 @@ class Disk:
         return b"".join(parts)
 
     def map(self, file: int, size: int) -> memoryview:
-        """The file's first `size` bytes, read-only, mapped; stays valid after the descriptor is closed."""
+        """The file's first `size` bytes, mapped copy-on-write; stays valid after the descriptor is closed.
+
+        Copy-on-write, because a write through a tensor of a read-only mapping would kill the process; the file never
+        sees such a write.
+        """
         if size == 0:
             return memoryview(b"")
-        return memoryview(mmap.mmap(file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        return memoryview(mmap.mmap(file, size, access=mmap.ACCESS_COPY))
+
+    def read_in(self, view: memoryview, start: int, size: int) -> None:
+        """Bring a page-aligned piece of a mapping into memory, so that a read error is an `OSError` (EIO) here.
+
+        Kernels before 5.14 cannot: there a read error in a mapping ends the process with SIGBUS.
+        """
+        mapping = view.obj
+        if not isinstance(mapping, mmap.mmap):
+            return
+        try:
+            mapping.madvise(_MADV_POPULATE_READ, start, size)
+        except OSError as error:
+            if error.errno in (errno.EFAULT, _EHWPOISON):
+                raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
+            if error.errno != errno.EINVAL:
+                raise
+
+    def clone(self, source: int, target: int) -> bool:
+        """Make `target` share all extents of `source` (reflink); False where the file system cannot."""
+        try:
+            fcntl.ioctl(target, _FICLONE, source)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS):
+                return False
+            raise
+        return True
 
     # Names -----------------------------------------------------------------------------------------------------------
 
@@ -145,3 +244,13 @@ class Disk:
         """What an ordinary user may still write (f_bavail, not f_bfree)."""
         found = os.fstatvfs(directory)
         return found.f_bavail * found.f_frsize
+
+    def file_system_type(self, directory: int) -> int:
+        """The kernel's magic number of the file system (statfs f_type); 0 where the platform does not tell."""
+        if platform.system() != "Linux":
+            return 0
+        buffer = (ctypes.c_long * 64)()  # larger than any struct statfs; f_type is its first word
+        if ctypes.CDLL(None, use_errno=True).fstatfs(directory, ctypes.byref(buffer)) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return int(buffer[0]) & 0xFFFFFFFF

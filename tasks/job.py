@@ -1,10 +1,13 @@
 """The job as pydantic models: what the UI form, the command line and the identity read. Defaults are changed here."""
 
+import operator
+import os
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from checkpoint_store.config import CheckpointConfig
 
@@ -19,11 +22,26 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "foem": ((False, None), "FOEM"),
     "preprocessors": ((None, []), "quantization preprocessor chains"),
     "adapter": ((None,), "adapters beside the quantized weights"),
+    "offload_to_disk": ((True, None), "a checkpointed run that keeps everything in memory"),
 }
 
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _without_unsupported(data: Any) -> Any:
+    """`data` less the options of `UNSUPPORTED_OPTIONS`, each of which is refused by its own name unless neutral."""
+    if not isinstance(data, dict):
+        return data
+    refused = [
+        f"`{name}` ({meaning})"
+        for name, (neutral, meaning) in UNSUPPORTED_OPTIONS.items()
+        if name in data and data[name] not in neutral
+    ]
+    if refused:
+        raise ValueError(f"not supported: {', '.join(refused)}; leave out what is named")
+    return {name: value for name, value in data.items() if name not in UNSUPPORTED_OPTIONS}
 
 
 class _Quantization(_Frozen):
@@ -32,12 +50,7 @@ class _Quantization(_Frozen):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name, (neutral, meaning) in UNSUPPORTED_OPTIONS.items():
-            if name in data and data[name] not in neutral:
-                raise ValueError(f"`{name}` ({meaning}) is not supported; leave it out")
-        return {name: value for name, value in data.items() if name not in UNSUPPORTED_OPTIONS}
+        return _without_unsupported(data)
 
 
 class _Grid(_Quantization):
@@ -51,6 +64,7 @@ class _Grid(_Quantization):
     mse: float = Field(
         0.0,
         ge=0.0,
+        allow_inf_nan=False,
         description="Exponent of the error that a search over shrunken grids minimises; 0 takes the full range.",
     )
     checkpoint_format: Literal["gptq", "gptq_v2"] = Field(
@@ -86,6 +100,7 @@ class GPTQConfig(_Grid):
     fallback_tokens: float = Field(
         0.005,
         ge=0.0,
+        allow_inf_nan=False,
         description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
     )
 
@@ -105,22 +120,96 @@ class RTNConfig(_Grid):
 Quantization = Annotated[GPTQConfig | RTNConfig, Field(discriminator="method")]
 
 
+def _plain_path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+PathText = Annotated[str, Field(min_length=1), BeforeValidator(_plain_path)]
+
+
+def _token_ids(index: int, item: Iterable[Any]) -> tuple[int, ...]:
+    ids = []
+    for position, value in enumerate(item):
+        try:
+            token = operator.index(value)
+        except TypeError:
+            token = -1
+        if token < 0 or isinstance(value, bool):
+            raise ValueError(
+                f"calibration item {index}: token {position} is {value!r}; ids are whole numbers from 0 upwards"
+            )
+        ids.append(token)
+    return tuple(ids)
+
+
 class CalibrationConfig(_Frozen):
     """Where calibration tokens come from and how they are cut into samples and batches."""
 
     data: str | tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(
         description="A .txt, .jsonl or .parquet file, a dataset id, texts, or ready-made token ids."
     )
-    split: str = Field("train", description="Split of a dataset id.")
+    split: str = Field("train", min_length=1, description="Split of a dataset id.")
     name: str | None = Field(None, description="Configuration name of a dataset id.")
-    column: str = Field("text", description="Column with texts, or with lists of token ids.")
-    samples: int = Field(128, ge=1, description="At most so many samples are used.")
-    sequence_length: int = Field(2048, ge=1, description="Tokens per sample at most.")
+    column: str = Field("text", min_length=1, description="Column with texts, or with lists of token ids.")
+    samples: int = Field(128, ge=1, description="At most so many samples are used, the first ones.")
+    sequence_length: int = Field(
+        2048, ge=1, description="Tokens per sample at most: texts are cut, longer ready-made ids are refused."
+    )
     min_length: int = Field(10, ge=1, description="Shorter samples are dropped, and counted.")
     batch_size: int = Field(1, ge=1, description="Samples per forward.")
     concat_size: int | None = Field(None, ge=1, description="Join all samples and cut them anew to this many tokens.")
     concat_separator: str | None = Field(None, description="Text between joined samples.")
-    sort: Literal["asc", "desc", "shuffle"] | None = Field(None, description="Order of the samples by length.")
+    sort: Literal["asc", "desc", "shuffle"] | None = Field(
+        None, description="Order of the samples: by length, or shuffled by the job's seed; else as they come."
+    )
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_kind_of_item(cls, data: Any) -> Any:
+        """Texts or lists of ids, any iterable of them (a datasets column too); the first wrong item is named."""
+        data = _plain_path(data)
+        if isinstance(data, str):
+            if not data.strip():
+                raise ValueError("calibration data is a blank string; name a file or a dataset id, or give a list")
+            return data
+        if isinstance(data, bytes | Mapping) or not isinstance(data, Iterable):
+            raise ValueError(
+                f"calibration data is of type `{type(data).__name__}`; give a file name, a dataset id, a list of texts "
+                f"or a list of lists of token ids"
+            )
+        items = list(data)
+        if not items:
+            raise ValueError("calibration data is an empty list; give at least one text or one list of token ids")
+        first_is_text = isinstance(items[0], str)
+        for index, item in enumerate(items):
+            usable = isinstance(item, str) or (isinstance(item, Iterable) and not isinstance(item, bytes | Mapping))
+            if not usable or isinstance(item, str) != first_is_text:
+                wanted = "texts" if first_is_text else "lists of token ids"
+                raise ValueError(
+                    f"calibration item {index} of {len(items)} is of type `{type(item).__name__}`; all items must be "
+                    f"{wanted}, like item 0"
+                    if index
+                    else f"calibration item 0 of {len(items)} is of type `{type(item).__name__}`; items must be texts "
+                    f"or lists of token ids"
+                )
+        return tuple(items) if first_is_text else tuple(_token_ids(i, item) for i, item in enumerate(items))
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> "CalibrationConfig":
+        if self.concat_separator is not None and self.concat_size is None:
+            raise ValueError("concat_separator without concat_size joins nothing; give concat_size too")
+        if self.concat_size is not None and self.concat_size > self.sequence_length:
+            raise ValueError(
+                f"concat_size {self.concat_size} is longer than sequence_length {self.sequence_length}; "
+                f"raise sequence_length"
+            )
+        longest = self.concat_size or self.sequence_length
+        if self.min_length > longest:
+            raise ValueError(
+                f"min_length {self.min_length} is longer than any sample may be ({longest} tokens): every sample would "
+                f"be dropped; lower min_length"
+            )
+        return self
 
 
 class TelemetryConfig(_Frozen):
@@ -134,8 +223,8 @@ class TelemetryConfig(_Frozen):
 class QuantizationJob(_Frozen):
     """One model to quantize, with everything that decides the result and everything that does not."""
 
-    model: str = Field(description="Local directory with safetensors weights, or a hub id.")
-    output: str = Field(
+    model: PathText = Field(description="Local directory with safetensors weights, or a hub id.")
+    output: PathText = Field(
         description="Directory of the finished model; it must not exist, or hold this very job's export."
     )
     quantization: Quantization = Field(default_factory=GPTQConfig)
@@ -145,21 +234,48 @@ class QuantizationJob(_Frozen):
         "auto",
         description="`auto` takes every visible GPU, else the CPU; or a list such as cuda:0, cuda:1 or cpu, cpu.",
     )
-    offload_directory: str | None = Field(None, description="Scratch that `checkpoint.path=auto` may use as its root.")
+    offload_directory: PathText | None = Field(
+        None, description="Scratch that `checkpoint.path=auto` may use as its root."
+    )
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random; names of layers are mixed in.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        return _without_unsupported(data)
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _gptq_unless_named(cls, quantization: Any) -> Any:
+        return {"method": "gptq", **quantization} if isinstance(quantization, dict) else quantization
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _listed_devices(cls, devices: Any) -> Any:
+        """`cpu,cpu` as the command line writes it is ("cpu", "cpu")."""
+        if isinstance(devices, str) and devices != "auto":
+            devices = tuple(name.strip() for name in devices.split(","))
+        if isinstance(devices, list | tuple) and (not devices or "" in devices):
+            raise ValueError("devices is empty, or holds an empty name; write `auto`, `cuda:0,cuda:1` or `cpu`")
+        return devices
+
+
+def absolute_path(text: str) -> Path:
+    """`text` as an absolute path with `~` and `..` resolved, symbolic links kept."""
+    return Path(os.path.abspath(Path(text).expanduser()))
 
 
 def checkpoint_root(job: QuantizationJob) -> Path:
     """The job's checkpoint root, absolute; `auto` is derived, or refused where a later process would not find it."""
     if job.checkpoint.path != "auto":
-        return Path(job.checkpoint.path).expanduser().absolute()
+        return absolute_path(job.checkpoint.path)
     if job.offload_directory is not None:
-        root = Path(job.offload_directory).expanduser().absolute()
+        root = absolute_path(job.offload_directory)
     else:
-        output = Path(job.output).expanduser().absolute()
+        output = absolute_path(job.output)
         root = output.with_name(f"{output.name}.checkpoint")
-    for volatile in (Path(tempfile.gettempdir()), Path("/dev/shm"), Path("/run")):
+    for volatile in (Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm"), Path("/run")):
         if root.resolve().is_relative_to(volatile.resolve()):
             raise ValueError(
                 f"checkpoint path `auto` would be `{root}`, below `{volatile}`, which is emptied at a restart: a later "

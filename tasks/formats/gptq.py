@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tasks.job import GPTQConfig, RTNConfig
-from tasks.methods.grid import QuantizedRows
+from tasks.methods.grid import QuantizedRows, columns_per_group
 
 CheckpointFormat = Literal["gptq", "gptq_v2"]
 
@@ -147,6 +147,15 @@ def problems(name: str, in_features: int, out_features: int, config: GPTQConfig 
             f"{', '.join(map(str, LOADABLE_GROUP_SIZES))} or -1"
         )
     return found
+
+
+def packed_bytes(in_features: int, out_features: int, config: GPTQConfig | RTNConfig, has_bias: bool) -> int:
+    """Bytes of the tensors that `pack` makes of one module which this layout can hold."""
+    groups = in_features // columns_per_group(in_features, config)
+    qweight = in_features * out_features * config.bits // 8
+    qzeros = groups * out_features * config.bits // 8
+    scales = groups * out_features * 2
+    return qweight + qzeros + scales + in_features * 4 + (out_features * 2 if has_bias else 0)
 
 
 def quantization_config(config: GPTQConfig | RTNConfig) -> dict[str, Any]:

@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tasks.models.source import TORCH_DTYPE, SourceError, SourceModel
+from tasks.models.tensor_check import tensor_problems
 
 SUPPORTED = frozenset({"llama"})
-# Tables that old checkpoints stored; the model computes them from its configuration.
-DERIVABLE = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
-PLAIN_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 class _LayerReached(Exception):
@@ -75,6 +73,7 @@ class Decoder:
     def __init__(self, source: SourceModel, model: PreTrainedModel) -> None:
         self.source = source
         self.config: PreTrainedConfig = model.config
+        self.attn_implementation: str = model.config._attn_implementation
         self.model_class = type(model)
         self._model = model
         self._front = model.get_decoder()  # everything but the layers, the head and their weights
@@ -90,7 +89,12 @@ class Decoder:
         self._embedding: nn.Module | None = None
         self._last_calls: dict[torch.device, _Call] = {}
         self.layer_count = len(self._layers)
-        self._check_tensors()
+        # Tensors that are another one under a second name, by that other's name.
+        self._tied: dict[str, str] = dict(model.all_tied_weights_keys)
+        untied_heads = model._tied_weights_keys or ()
+        problems = tensor_problems(source, self._expected_shapes(), self._tied, untied_heads)
+        if problems:
+            raise SourceError(source.path, problems)
 
     @classmethod
     def from_source(cls, source: SourceModel, attn_implementation: str = "sdpa") -> "Decoder":
@@ -113,6 +117,8 @@ class Decoder:
                 model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
         except Exception as error:  # config.json is the user's: whatever it makes transformers raise is told as such
             raise SourceError(source.path, [f"transformers can't build it from `config.json`: {error}"]) from error
+        if config.num_hidden_layers < 1:
+            raise SourceError(source.path, [f"config.json gives it {config.num_hidden_layers} layers"])
         return cls(source, model.eval().requires_grad_(False))
 
     # Names
@@ -128,8 +134,14 @@ class Decoder:
     @cached_property
     def outer_tensor_names(self) -> tuple[str, ...]:
         """Full names of the tensors outside the layers (embedding, norm, head), without a tied head."""
-        tied = self._tied()
-        return tuple(name for name in self._model.state_dict() if name not in tied)
+        return tuple(name for name in self._model.state_dict() if name not in self._tied)
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        outer = self._model.state_dict()
+        shapes = {name: tuple(outer[name].shape) for name in self.outer_tensor_names}
+        for i, layer in enumerate(self._layers):
+            shapes |= {f"{self.layer_name(i)}.{name}": tuple(t.shape) for name, t in layer.state_dict().items()}
+        return shapes
 
     @cached_property
     def layers_of_each_kind(self) -> tuple[int, ...]:
@@ -250,47 +262,6 @@ class Decoder:
         front = copy.deepcopy(self._front, {id(self.config): self.config})
         setattr(front, self._layers_attribute, nn.ModuleList(_StandIn(self._layers[j], j == i) for j in range(i + 1)))
         return front
-
-    # The source against the skeleton
-
-    def _tied(self) -> dict[str, str]:
-        """Tensors that are another one under a second name, by that other's name."""
-        return dict(self._model.all_tied_weights_keys)
-
-    def _check_tensors(self) -> None:
-        found = self.source.tensors
-        tied = self._tied()
-        expected = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items() if name not in tied}
-        for i, layer in enumerate(self._layers):
-            expected |= {f"{self.layer_name(i)}.{name}": tuple(t.shape) for name, t in layer.state_dict().items()}
-        problems = [f"`{name}` is missing" for name in expected if name not in found]
-        if any(name in self._model._tied_weights_keys and name not in found for name in expected):
-            problems.append("config.json has tie_word_embeddings=false: set it to true if the embedding is the head")
-        problems += [
-            f"`{name}` is unexpected"
-            for name in found
-            if name not in expected and name not in tied and not name.endswith(DERIVABLE)
-        ]
-        for name, shape in expected.items():
-            if name in found and found[name].shape != shape:
-                problems.append(f"`{name}` has the shape {list(found[name].shape)}; config.json makes it {list(shape)}")
-            if name in found and found[name].dtype not in PLAIN_DTYPES:
-                problems.append(f"`{name}` is {found[name].dtype}, not a plain float: the source is quantized already")
-        if not problems:
-            problems = [
-                f"config.json has tie_word_embeddings=true, but `{name}` differs from `{other}`: set it to false to "
-                f"keep both, or remove `{name}`"
-                for name, other in tied.items()
-                if name in found and not self._are_equal(name, other)
-            ]
-        if problems:
-            raise SourceError(self.source.path, problems)
-
-    def _are_equal(self, name: str, other: str) -> bool:
-        one, two = self.source.tensors[name], self.source.tensors[other]
-        if (one.dtype, one.shape) != (two.dtype, two.shape):
-            return False
-        return torch.equal(self.source.load([name])[name], self.source.load([other])[other])
 
 
 def _layer_list(front: nn.Module, layer_count: int) -> tuple[str, nn.ModuleList]:

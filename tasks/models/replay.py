@@ -76,7 +76,7 @@ def _reference(decoder: Decoder, chosen: tuple[int, ...], dtype: torch.dtype) ->
             config=config,
             state_dict=tensors,
             dtype=dtype,
-            attn_implementation=decoder.config._attn_implementation,
+            attn_implementation=decoder.attn_implementation,
             output_loading_info=True,
         )
     wrong = "; ".join(f"{kind}: {', '.join(map(str, names))}" for kind, names in report.items() if names)

@@ -22,6 +22,7 @@ from tasks.models.shard_header import HeaderError, TensorInfo, read_header
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+PIECE_BYTES = 4 * 1024 * 1024
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt"]
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
@@ -84,6 +85,22 @@ class SourceModel:
         """The first `rows` rows of one tensor on the CPU, without reading the others."""
         return _placed(self._read(name, rows), "cpu", dtype)
 
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same dtype, shape and bytes; read piece by piece."""
+        one, two = self.tensors[name], self.tensors[other]
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        with open(self.path / one.file, "rb") as here, open(self.path / two.file, "rb") as there:
+            here.seek(one.start)
+            there.seek(two.start)
+            left = one.size_bytes
+            while left:
+                piece = here.read(min(left, PIECE_BYTES))
+                if not piece or piece != there.read(len(piece)):
+                    return False
+                left -= len(piece)
+        return True
+
     def _read(self, name: str, rows: int | None) -> Tensor:
         info = self.tensors[name]
         if info.dtype not in TORCH_DTYPE:
@@ -120,7 +137,13 @@ def _directory(model: str) -> Path:
 def _hub_snapshot(hub_id: str) -> Path:
     import httpx  # with huggingface_hub imported only here: a local model needs neither, and they take a second
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         # Subdirectories hold the same weights again for other programs (original/, onnx/).
@@ -128,6 +151,10 @@ def _hub_snapshot(hub_id: str) -> Path:
     except GatedRepoError as error:
         raise SourceError(
             hub_id, ["the hub shows it only to accounts it was granted to: log in with `hf auth login`"]
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise SourceError(
+            hub_id, ["there is no such local directory, and the hub shows no such model (to this account)"]
         ) from error
     except (LocalEntryNotFoundError, httpx.TransportError) as error:
         raise SourceError(

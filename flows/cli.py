@@ -1,0 +1,79 @@
+"""The console script `prefect-quantize`: which commands there are, and what each error means to the shell.
+
+Exit codes: 0 done, 1 failed, 2 usage or refused by preflight, 75 stopped after a checkpoint (run again), 76 identity
+mismatch, 77 store locked, 78 damaged, 79 storage full, 80 no checkpoint where one is required, 81 a checkpoint where none
+may be, 82 written by a newer format, 130 interrupted before there was anything to keep.
+"""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from checkpoint_store.errors import CheckpointError
+from flows import commands_deploy, commands_run, commands_store, console
+from flows.embedded_server import ServerDidNotStart
+
+EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 75, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` names and return its exit code; only this function reads the command line."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.command(arguments))
+    except (Exception, KeyboardInterrupt) as error:
+        code, text = _told(error)
+        if getattr(arguments, "verbose", False):
+            traceback.print_exception(error)
+        console.message(f"prefect-quantize: {text}")
+        return code
+
+
+def _told(error: Exception | KeyboardInterrupt) -> tuple[int, str]:
+    """Exit code and message for an exception that left a command."""
+    if isinstance(error, CheckpointError):
+        return error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, str(
+            error
+        ) or "interrupted; what was published stays, the same command goes on from there"
+    if type(error).__module__ == "prefect.exceptions" and type(error).__name__ == "Abort":
+        return (
+            EXIT_STOPPED,
+            f"{error or 'the flow run was cancelled'}; the same command goes on from the last checkpoint",
+        )
+    if isinstance(error, ValueError):
+        return EXIT_REFUSED, str(error)
+    if isinstance(error, ServerDidNotStart):
+        return EXIT_FAILED, str(error)
+    return (
+        EXIT_FAILED,
+        f"{type(error).__name__}: {error} (--verbose shows where; the same command goes on from the last checkpoint)",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="prefect-quantize",
+        description="Quantize large language models layer by layer, as Prefect flows that survive being killed.",
+        epilog="Exit codes: 0 done, 1 failed, 2 refused, 75 stopped after a checkpoint (run again), 76 other job's checkpoint, "
+        "77 locked, 78 damaged, 79 storage full, 80 no checkpoint, 81 a checkpoint where none may be, 82 newer format.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in (commands_run, commands_store, commands_deploy):
+        module.add_to(commands)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("prefect-quantize")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""The job's options on the command line: made from the job's own models, so that names, defaults and help are written once."""
+
+import argparse
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from checkpoint_store.config import CheckpointConfig
+from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig, TelemetryConfig
+
+METHODS: dict[str, type[BaseModel]] = {"gptq": GPTQConfig, "rtn": RTNConfig}
+SECTIONS: dict[str, type[BaseModel]] = {
+    "calibration": CalibrationConfig,
+    "checkpoint": CheckpointConfig,
+    "telemetry": TelemetryConfig,
+}
+
+# Where a field's option is not simply the field's name.
+OPTION_NAMES = {
+    ("quantization", "checkpoint_format"): "--format",
+    ("calibration", "data"): "--calibration",
+    ("calibration", "name"): "--dataset-name",
+    ("checkpoint", "path"): "--checkpoint",
+    ("telemetry", "device"): "--telemetry",
+}
+FLAGS_WITH_OPPOSITE = {"sym": ("--sym", "--asym"), "strict_device_check": ("", "--no-strict-device-check")}
+SHOWN_IN_HELP = {"data": "FILE", "path": "ROOT", "output": "DIR", "offload_directory": "DIR", "devices": "LIST"}
+SHOWN_FOR_TYPE: dict[Callable[[str], Any], str] = {int: "N", float: "X"}
+
+
+class UsageError(ValueError):
+    """The command line can't be made into a job; the message names the option and what it may be."""
+
+
+class _Option(NamedTuple):
+    section: str  # part of the job, "" for the job itself
+    name: str
+    field: FieldInfo
+
+    @property
+    def flag(self) -> str:
+        return OPTION_NAMES.get((self.section, self.name), f"--{self.name.replace('_', '-')}")
+
+    @property
+    def destination(self) -> str:
+        return f"{self.section}.{self.name}"
+
+
+def add_job_arguments(parser: argparse.ArgumentParser, *, output_required: bool = True) -> None:
+    """Everything that describes a job: `MODEL`, and one option per field, absent from the result unless given."""
+    parser.add_argument("model", metavar="MODEL", help=_help(QuantizationJob.model_fields["model"]))
+    parser.add_argument(
+        "--output", metavar="DIR", required=output_required, help=_help(QuantizationJob.model_fields["output"])
+    )
+    parser.add_argument("--method", choices=sorted(METHODS), default="gptq", help="Quantization method. (default gptq)")
+    groups: dict[str, Any] = {}
+    for option in _options():
+        group = groups.setdefault(option.section, parser.add_argument_group(option.section or "run"))
+        _add(group, option)
+
+
+def job_from(arguments: argparse.Namespace) -> QuantizationJob:
+    """The job that these arguments describe; raises `UsageError` naming each option that can't be."""
+    sections: dict[str, dict[str, Any]] = {"": {}, "quantization": {"method": arguments.method}}
+    for option in _options():
+        if hasattr(arguments, option.destination):
+            sections.setdefault(option.section, {})[option.name] = getattr(arguments, option.destination)
+    job = sections.pop("") | sections
+    if "calibration" in job and "data" not in job["calibration"]:
+        given = ", ".join(
+            option.flag
+            for option in _options()
+            if option.section == "calibration" and option.name in job["calibration"]
+        )
+        raise UsageError(f"{given} says how to read calibration data, and none is given; name it with --calibration")
+    job |= {"model": arguments.model, "output": arguments.output}
+    try:
+        return QuantizationJob.model_validate(job)
+    except ValidationError as error:
+        raise UsageError("\n".join(_problems(error, arguments.method))) from error
+
+
+def _options() -> Iterator[_Option]:
+    seen = set()
+    for model in METHODS.values():
+        for name, field in model.model_fields.items():
+            if name != "method" and name not in seen:
+                seen.add(name)
+                yield _Option("quantization", name, field)
+    for section, model in SECTIONS.items():
+        for name, field in model.model_fields.items():
+            yield _Option(section, name, field)
+    for name in ("devices", "offload_directory", "seed"):
+        yield _Option("", name, QuantizationJob.model_fields[name])
+
+
+def _add(group: "argparse._ArgumentGroup", option: _Option) -> None:
+    common: dict[str, Any] = {"dest": option.destination, "default": argparse.SUPPRESS}
+    if option.field.annotation is bool:
+        on, off = FLAGS_WITH_OPPOSITE.get(option.name, (option.flag, ""))
+        if on:
+            group.add_argument(on, action="store_true", help=_help(option.field), **common)
+        if off:
+            group.add_argument(
+                off,
+                action="store_false",
+                help=f"The opposite of --{option.name.replace('_', '-')}"
+                if on
+                else f"Switches this off: {_help(option.field)}",
+                **common,
+            )
+        return
+    choices, kind = _values(option.field.annotation)
+    shown = None if choices else SHOWN_IN_HELP.get(option.name, SHOWN_FOR_TYPE.get(kind, option.name.upper()))
+    group.add_argument(option.flag, type=kind, choices=choices, metavar=shown, help=_help(option.field), **common)
+
+
+def _values(annotation: Any) -> tuple[tuple[Any, ...] | None, Callable[[str], Any]]:
+    """Choices, if they are few, and the type that text is turned into."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation), type(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        return _values(parts[0]) if len(parts) == 1 else (None, str)
+    return None, annotation if annotation in (int, float) else str
+
+
+def _help(field: FieldInfo) -> str:
+    text = (field.description or "").replace("%", "%%")
+    if field.is_required() or field.default is None or field.annotation is bool:
+        return text
+    return f"{text} (default {field.default})"
+
+
+def _problems(error: ValidationError, method: str) -> Iterator[str]:
+    flags = {(option.section, option.name): option.flag for option in _options()}
+    for problem in error.errors():
+        where = [str(part) for part in problem["loc"] if part not in METHODS]
+        section, name = ("", where[0]) if len(where) == 1 else (where[0], where[1]) if where else ("", "")
+        flag = flags.get((section, name), ".".join(where))
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            yield f"{flag} does not apply to method `{method}`; leave it out"
+        elif problem["type"] == "value_error":
+            yield f"{flag}: {message}" if (section, name) in flags else message
+        else:
+            yield f"{flag} {problem['input']}: {message}"

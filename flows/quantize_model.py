@@ -1,0 +1,273 @@
+"""The whole job as one flow: check, identify, open the checkpoint, quantize layer by layer, publish, export, report.
+
+Only the published generation says how far a job is. Prefect's database may say anything: finished layers are called like
+the others and show as Cached, because their records come from the checkpoint.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefect import Flow, get_run_logger
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
+from prefect.runtime import flow_run as flow_run_runtime
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from checkpoint_store.errors import CheckpointDamaged, CheckpointError, StoreLocked
+from checkpoint_store.result_storage import GenerationStorage
+from checkpoint_store.session import CheckpointSession
+from flows import stopping
+from flows.embedded_server import embedded_server
+from flows.stopping import StopRequest
+from tasks import calibration, continuation, identity, output_directory, preflight, running, telemetry
+from tasks.devices import DevicePool
+from tasks.export import export_model
+from tasks.job import QuantizationJob, checkpoint_root
+from tasks.models.decoder import Decoder
+from tasks.models.replay import check_replay
+from tasks.models.source import SourceModel
+from tasks.quantize_layer import cache_key, quantize_layer
+from tasks.report import LayerReceipt, Report
+
+# Threads are made as shards need them: this only bounds the devices of one pool.
+MAX_DEVICES = 64
+
+
+class OwnServerFlow(Flow[Any, Any]):
+    """A flow that starts Prefect's server beside it when it is called where none is configured."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with embedded_server():
+            return super().__call__(*args, **kwargs)
+
+
+def own_server_flow(**options: Any) -> Callable[[Callable[..., Any]], OwnServerFlow]:
+    return lambda function: OwnServerFlow(function, **options)
+
+
+def _run_name() -> str:
+    job = flow_run_runtime.parameters["job"]
+    model, quantization = (
+        (job["model"], job["quantization"]) if isinstance(job, dict) else (job.model, job.quantization)
+    )
+    method = quantization.get("method", "gptq") if isinstance(quantization, dict) else quantization.method
+    return f"{Path(model).name} {method}"
+
+
+@own_server_flow(
+    name="quantize-model",
+    flow_run_name=_run_name,
+    retries=0,
+    persist_result=False,
+    task_runner=ThreadPoolTaskRunner(max_workers=MAX_DEVICES),
+)
+def quantize_model(job: QuantizationJob) -> Report:
+    """Quantize a model layer by layer, publishing progress that survives a kill at any instant; run again to go on.
+
+    SIGINT and SIGTERM finish the layer in work, publish it and raise `CheckpointStopped`.
+    """
+    stopping.refuse_off_main_thread()
+    logger = get_run_logger()
+    context = FlowRunContext.get()
+    with StopRequest(logger, _how_far) as stop:
+        return _Quantization(job, logger, stop, context.flow_run if context is not None else None).go()
+
+
+def _how_far() -> str:
+    try:
+        run = running.current()
+    except RuntimeError:
+        return "the preparations; no layer is in work"
+    left = run.seconds_left()
+    estimate = f", about {left:.0f} s to the end of the last" if left is not None else ""
+    return f"layer {run.layer + 1} of {run.decoder.layer_count}{estimate}"
+
+
+class _Quantization:
+    """One call of the flow, step by step."""
+
+    def __init__(
+        self,
+        job: QuantizationJob,
+        logger: logging.Logger | logging.LoggerAdapter[Any],
+        stop: StopRequest,
+        flow_run: FlowRun | None,
+    ) -> None:
+        self.job, self.logger, self.stop, self.flow_run = job, logger, stop, flow_run
+        self.started = time.monotonic()
+        self.root = checkpoint_root(job)
+        self.output = Path(job.output).expanduser().absolute()
+
+    def go(self) -> Report:
+        job = self.job
+        preflight.check(job)
+        source = SourceModel.open(job.model)
+        decoder = Decoder.from_source(source)
+        pool = DevicePool.resolve(job.devices)
+        if len(pool.devices) > MAX_DEVICES:
+            raise ValueError(f"{len(pool.devices)} devices are asked for; a pool holds at most {MAX_DEVICES}")
+        with pool.lock():
+            samples = None
+            if running.needs_activations(job):
+                assert job.calibration is not None  # preflight has seen to it
+                samples = calibration.prepare(job.calibration, source.path, seed=job.seed)
+            finished = output_directory.read_report(self.output)
+            # A finished export stands for itself, whatever has become of the checkpoint since.
+            cpu_threads = (
+                identity.cpu_threads(self.root) if finished is None else identity.adopted_cpu_threads(None, finished)
+            )
+            described = identity.build(job, source, decoder, samples, pool, cpu_threads)
+            digest = identity.digest(identity.portable(described))
+            if finished is not None:
+                return self._verified(finished, digest)
+            self._refuse_foreign_files()
+            self._stop_if_asked(None)
+            with self._open_session(described, decoder.layer_count) as session:
+                run = running.Run(
+                    job=job, logger=self.logger, root=self.root, output=self.output,
+                    model_name=Path(job.model).name, source=source, decoder=decoder, pool=pool, calibration=samples,
+                    identity_digest=digest, cpu_threads=cpu_threads, session=session, started=self.started,
+                    resumed_from=session.cursor or None,
+                )  # fmt: skip
+                with running.opened(run):
+                    self._quantize(run)
+                    return export_model(run.model_name)
+
+    def _open_session(self, described: dict[str, Any], layer_count: int) -> CheckpointSession:
+        """The checkpoint, its identity compared and its newest whole generation pinned, before anything is computed."""
+        job, run = self.job, self.flow_run
+        try:
+            return CheckpointSession.open(
+                self.root,
+                job.checkpoint,
+                described,
+                layer_count=layer_count,
+                run_id=str(run.id) if run is not None else None,
+                # A retry, from the UI or after a crash, comes back as the same flow run.
+                is_retry=run is not None and run.run_count > 1,
+                ignore=None if job.checkpoint.strict_device_check else identity.is_physical,
+                on_event=telemetry.listener(self.logger, self.root, device=job.telemetry.device),
+            )
+        except CheckpointError as error:
+            reason = {"reason": type(error).__name__, "message": str(error)}
+            telemetry.emit(self.logger, self.root, "rejected", reason)
+            if isinstance(error, StoreLocked) and run is not None and stopping.is_deployed(run):
+                stopping.reschedule(run, "WaitingForRoot", str(error))
+            raise
+
+    def _verified(self, finished: dict[str, Any], digest: str) -> Report:
+        """The report of an export that this very job has finished before; ValueError when it is another's or damaged."""
+        if finished["identity"] != digest:
+            raise ValueError(
+                f"output {self.output} holds the finished export of another job (identity {finished['identity'][:12]}, "
+                f"this job {digest[:12]}); name another output, or move that one away"
+            )
+        problems = output_directory.damage(self.output, finished)
+        if problems:
+            raise ValueError(
+                f"output {self.output} holds this job's finished export, but it was changed since: {'; '.join(problems)}; "
+                f"move the directory away and run again: what is published at {self.root} is not quantized again"
+            )
+        self.logger.info("output %s holds this job's finished export; every file is as it was written", self.output)
+        about = {**finished, "status": "verified", "output": str(self.output), "checkpoint": str(self.root)}
+        return Report.model_validate(about)
+
+    def _refuse_foreign_files(self) -> None:
+        names = output_directory.foreign_names(self.output)
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"output {self.output} is not empty ({', '.join(f'`{name}`' for name in names[:3])}{more}) and holds no "
+                f"finished export; name another directory, or move these files away"
+            )
+
+    # The layers -------------------------------------------------------------------------------------------------------
+
+    def _quantize(self, run: running.Run) -> None:
+        """Every layer in order: the finished ones from their records, the others computed and published."""
+        layer_count, cursor = run.decoder.layer_count, run.session.cursor
+        storage = GenerationStorage(root=str(self.root))
+        storage.save(f"checkpoint-{hashlib.sha256(str(self.root).encode()).hexdigest()[:16]}", overwrite=True)
+        layer_task = quantize_layer.with_options(result_storage=storage)
+        if cursor:
+            self.logger.info("%d of %d layers are finished at %s", cursor, layer_count, self.root)
+        for index in range(layer_count):
+            if index == cursor:
+                self._stop_if_asked(run)
+                self._prepare(run)
+                self._stop_if_asked(run)
+            key, name = cache_key(run.identity_digest, index), run.decoder.layer_name(index)
+            receipt = LayerReceipt.model_validate(
+                layer_task(model=run.model_name, method=self.job.quantization.method, name=name, layer=index, key=key)
+            )
+            run.receipts.append(receipt)
+            if index < cursor:
+                self._check_pinned(run, receipt)
+                continue
+            self._log(receipt, layer_count)
+            self._publish_if_due(run)
+            self._stop_if_asked(run)
+
+    def _prepare(self, run: running.Run) -> None:
+        """The hidden states that enter the first unfinished layer: embedded anew, or as the checkpoint holds them."""
+        check_replay(run.decoder, run.pool.devices[0].torch_device)
+        if not run.needs_activations:
+            return
+        assert run.calibration is not None
+        if run.session.cursor:
+            run.hidden = continuation.restored(run.session.continuation(), len(run.calibration.batches))
+            run.hidden_is_restored = True
+            kind = "restoration"
+        else:
+            run.hidden = [run.decoder.embed(batch.input_ids) for batch in run.calibration.batches]
+            kind = "capture"
+        run.decoder.release()
+        telemetry.tensors(self.logger, kind, run.hidden, device=self.job.telemetry.device)
+
+    def _check_pinned(self, run: running.Run, receipt: LayerReceipt) -> None:
+        """The record that Prefect answered with must speak of the object that the generation holds."""
+        held = {ref.key: ref.sha256 for ref in run.session.layer_objects()}
+        if held.get(receipt.name) != receipt.sha256:
+            raise CheckpointDamaged(
+                f"the record of `{receipt.name}` names object {receipt.sha256[:12]}, the generation at {self.root} holds "
+                f"{held.get(receipt.name, 'none')[:12]}; run `prefect-quantize verify {self.root}`"
+            )
+
+    def _publish_if_due(self, run: running.Run) -> None:
+        """Publish at the interval, after the last layer, and before a stop; the session checks that nothing is missing."""
+        finished, layer_count = len(run.receipts), run.decoder.layer_count
+        if not (run.session.is_due(finished) or self.stop.requested):
+            return
+        run.session.publish(
+            finished,
+            [receipt.name for receipt in run.receipts],
+            [receipt.key for receipt in run.receipts],
+            continuation.payloads(run.hidden) if finished < layer_count else [],
+        )
+
+    def _stop_if_asked(self, run: running.Run | None) -> None:
+        """End the run here when a stop was asked for; the last layer's publication lets the export follow."""
+        if not self.stop.requested:
+            return
+        if run is None or not (run.receipts or run.session.cursor):
+            how_far = "before the first layer; this run published nothing"
+        elif len(run.receipts) == run.decoder.layer_count:
+            self.logger.info("%s came after the last layer was published: the export follows", self.stop.name)
+            return
+        else:
+            how_far = f"with {len(run.receipts)} of {run.decoder.layer_count} layers published"
+        message = f"{self.stop.name}: stopped {how_far} at {self.root}; run the same job again to go on"
+        telemetry.emit(self.logger, self.root, "stopped", {"message": message})
+        stopping.end(self.flow_run, message)
+
+    def _log(self, receipt: LayerReceipt, layer_count: int) -> None:
+        self.logger.info(
+            "layer %d of %d: loss %.3e, %.1f s, %.2f MB, %s",
+            receipt.index + 1, layer_count, receipt.loss, receipt.seconds, receipt.size / 1e6, receipt.sha256[:12],
+        )  # fmt: skip
+        for module in receipt.fallbacks:
+            self.logger.warning("`%s.%s` was rounded to nearest: %s", receipt.name, module.name, module.fallback)

@@ -1,0 +1,129 @@
+"""Finished layers -> a model directory that other programs load.
+
+A layer's object is a shard already. It becomes a file by reflink where the file system can, else by one copy in the
+kernel; a hard link would share the inode and lend the checkpoint's bytes to whoever edits the model. Embeddings, norms
+and head follow as one more shard. Nothing in the files but the report depends on when or where they were written.
+"""
+
+import errno
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from checkpoint_store.errors import StorageFull
+from checkpoint_store.tensors import tensors_from
+from tasks import running
+from tasks.formats import gptq
+from tasks.output_directory import INDEX_FILE, Export, json_bytes, remove_leftovers
+from tasks.report import Report
+
+# Copied as they are: a strict saver that rejects a shipped file must not cost a finished run.
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+    "USE_POLICY.md",
+)
+# Keys of a config.json that say where the model lay on somebody's machine, or that another quantizer left behind.
+DROPPED_KEYS = ("_name_or_path", "name_or_path", "quantization_config")
+
+
+def shard_names(count: int) -> list[str]:
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def index_of(shards: Mapping[str, Sequence[str]], total_size: int) -> bytes:
+    """`model.safetensors.index.json` for shard file names -> the tensors in each; ValueError for a tensor in two."""
+    weight_map: dict[str, str] = {}
+    for file, names in shards.items():
+        for name in names:
+            if name in weight_map:
+                raise ValueError(f"tensor `{name}` is in two shards, `{weight_map[name]}` and `{file}`")
+            weight_map[name] = file
+    return json_bytes({"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def config_of(source_config: Mapping[str, Any], quantization_config: Mapping[str, Any]) -> bytes:
+    """The source's config.json with `quantization_config`, `dtype` and `torch_dtype` equal, and no private path."""
+    config = {key: value for key, value in source_config.items() if key not in DROPPED_KEYS}
+    dtype = source_config.get("dtype") or source_config.get("torch_dtype") or "float32"
+    config |= {"dtype": dtype, "torch_dtype": dtype, "quantization_config": dict(quantization_config)}
+    return json_bytes(dict(sorted(config.items())))
+
+
+@task(name="export-model", task_run_name="{model} export", persist_result=False, cache_policy=NO_CACHE)
+def export_model(model: str) -> Report:
+    """Write the finished model to its output directory, durably and all at once; the report of the run."""
+    run = running.current()
+    try:
+        for name in remove_leftovers(run.output):
+            run.logger.warning("removed `%s`, which a run that died had left at the output", name)
+        with Export(run.output) as export:
+            size = _add_weights(run, export)
+            _add_descriptions(run, export)
+            report = Report.of(
+                run.receipts, status="done", model=model, method=run.job.quantization.method,
+                output=str(run.output), checkpoint=str(run.root), identity=run.identity_digest, size=size,
+                seconds=round(time.monotonic() - run.started, 3), resumed_from=run.resumed_from,
+                calibration=run.calibration_summary,
+            )  # fmt: skip
+            export.finish({**report.published(), "cpu_threads": run.cpu_threads})
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(
+                f"no space left while the finished model was written to {run.output}: {error}; all layers are published "
+                f"at {run.root}: free space there and run again, only the export is repeated"
+            ) from error
+        raise
+    return report
+
+
+def _add_weights(run: running.Run, export: Export) -> int:
+    """All shards and their index; the bytes of all tensors."""
+    refs = run.session.layer_objects()
+    files = shard_names(len(refs) + 1)
+    held: dict[str, list[str]] = {}
+    size = 0
+    for file, ref in zip(files, refs, strict=False):
+        found = tensors_from(run.session.view(ref))
+        held[file] = sorted(found)
+        size += sum(tensor.nbytes for tensor in found.values())
+        export.add_file(file, run.session.path_of(ref), ref.sha256)
+    outer = run.source.load(outer_names(run))
+    held[files[-1]] = sorted(outer)
+    size += sum(tensor.nbytes for tensor in outer.values())
+    export.add_tensors(files[-1], outer)
+    export.add_bytes(INDEX_FILE, index_of(held, size))
+    return size
+
+
+def outer_names(run: running.Run) -> list[str]:
+    """Tensors outside the layers that the output holds: never a head that is tied to the embeddings."""
+    names = list(run.decoder.outer_tensor_names)
+    if run.source.config.get("tie_word_embeddings"):
+        names = [name for name in names if name != "lm_head.weight"]
+    return names
+
+
+def _add_descriptions(run: running.Run, export: Export) -> None:
+    described = gptq.quantization_config(run.job.quantization)
+    export.add_bytes("config.json", config_of(run.source.config, described))
+    export.add_bytes("quantize_config.json", json_bytes(described))
+    for name in COPIED_FILES:
+        if (run.source.path / name).is_file():
+            export.add_file(name, run.source.path / name)

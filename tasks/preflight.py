@@ -1,0 +1,294 @@
+"""Preflight: everything that can be known to go wrong, from config.json, headers and the file system, in one list.
+
+Nothing is written, no tensor is read, and Prefect is not asked. What passes comes back as a `Plan`.
+"""
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from tasks.calibration import source_problems
+from tasks.calibration_sources import file_of
+from tasks.devices import DevicePool
+from tasks.formats import gptq as layout
+from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
+from tasks.models.decoder import SUPPORTED, Decoder
+from tasks.models.source import SourceError, SourceModel
+from tasks.places import REPORT_FILE, bytes_of_objects, occupied, overlaps, space_at, space_problems, unwritable
+from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
+
+LAYER_WEIGHT = re.compile(r"(?:.+\.)?layers\.\d+\.(.+)\.weight")
+# A K x K Hessian while it is factored: the sum in float32, the flipped copy, its factor and inverse in float64, the
+# float32 result.
+BYTES_PER_HESSIAN_ENTRY = 4 + 3 * 8 + 4
+METHODS_WITH_CALIBRATION = frozenset({"gptq"})
+
+
+class PreflightError(ValueError):
+    """The job can't be run as it is; `problems` lists everything that was found, each with how to mend it."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"the job can't be run, {count}:" + "".join(f"\n  - {problem}" for problem in self.problems))
+
+
+def check(job: QuantizationJob) -> Plan:
+    """The plan of a job that can be run; PreflightError with all problems of one that can't."""
+    findings = _Findings(job)
+    findings.look_at_source()
+    findings.look_at_devices()
+    findings.look_at_calibration()
+    findings.look_at_places()
+    findings.look_at_shapes()
+    plan = findings.plan()
+    if plan is not None:
+        findings.problems += space_problems(plan.spaces)
+        findings.problems += _memory_problems(plan.memory, plan.devices)
+    if plan is None or findings.problems:
+        raise PreflightError(findings.problems)
+    return plan
+
+
+@dataclass
+class _Findings:
+    """What has been found out about a job so far; parts that could not be had are None and named in `problems`."""
+
+    job: QuantizationJob
+    problems: list[str] = field(default_factory=list)
+    source: SourceModel | None = None
+    decoder: Decoder | None = None
+    pool: DevicePool | None = None
+    root: Path | None = None
+
+    @property
+    def output(self) -> Path:
+        return absolute_path(self.job.output)
+
+    @property
+    def calibration(self) -> CalibrationConfig | None:
+        return self.job.calibration if self.job.quantization.method in METHODS_WITH_CALIBRATION else None
+
+    def look_at_source(self) -> None:
+        try:
+            self.source = SourceModel.open(self.job.model)
+            self.decoder = Decoder.from_source(self.source)
+        except SourceError as error:
+            self.problems += [f"source `{self.job.model}`: {problem}" for problem in error.problems]
+        if self.source is None:
+            self.problems += _family_problems(self.job.model)
+
+    def look_at_devices(self) -> None:
+        try:
+            self.pool = DevicePool.resolve(self.job.devices)
+        except ValueError as error:
+            self.problems.append(str(error))
+
+    def look_at_calibration(self) -> None:
+        method = self.job.quantization.method
+        if method in METHODS_WITH_CALIBRATION and self.job.calibration is None:
+            self.problems.append(
+                f"method `{method}` looks at activations and no calibration data is given; name a text, jsonl or parquet "
+                f"file or a dataset with --calibration, or use method `rtn`, which needs none"
+            )
+        if self.calibration is not None:
+            self.problems += source_problems(self.calibration)
+
+    def look_at_places(self) -> None:
+        try:
+            self.root = checkpoint_root(self.job)
+        except ValueError as error:
+            self.problems.append(str(error))
+        source = self.source.path if self.source is not None else Path(self.job.model).expanduser()
+        places = {"source": source if os.path.isdir(source) else None, "checkpoint": self.root, "output": self.output}
+        self.problems += overlaps({name: path for name, path in places.items() if path is not None})
+        for name in ("checkpoint", "output"):
+            if (path := places[name]) is not None:
+                self.problems += unwritable(name, path)
+        self.problems += occupied(self.output)
+
+    def look_at_shapes(self) -> None:
+        """What the layout can't hold, one line per kind of complaint with all modules that share it."""
+        config = self.job.quantization
+        shapes = self._linear_shapes()
+        complaints: dict[str, list[str]] = defaultdict(list)
+        for name, (out_features, in_features) in shapes.items():
+            for problem in layout.problems(name, in_features, out_features, config):
+                complaints[problem.removeprefix(f"`{name}`: ")].append(f"`{name}`")
+        for complaint, names in complaints.items():
+            self.problems.append(f"{', '.join(names)} of every layer: {complaint}")
+        if len(complaints) > 1:
+            sizes = (*layout.LOADABLE_GROUP_SIZES, -1)
+            fitting = [
+                str(group_size)
+                for group_size in sizes
+                if not any(
+                    layout.problems(name, k, n, config.model_copy(update={"group_size": group_size}))
+                    for name, (n, k) in shapes.items()
+                )
+            ]
+            if fitting:
+                self.problems.append(f"group sizes that fit all modules: {', '.join(fitting)}")
+
+    def _linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(N, K) by name within a layer; of a source that makes no decoder, what its headers tell of matrices."""
+        if self.decoder is not None:
+            return self.decoder.linear_shapes
+        found = {}
+        for name, info in (self.source.tensors if self.source is not None else {}).items():
+            match = LAYER_WEIGHT.fullmatch(name)
+            if match and len(info.shape) == 2:
+                found[match[1]] = (info.shape[0], info.shape[1])
+        return found
+
+    def plan(self) -> Plan | None:
+        """The figures; None where what they are made of has problems."""
+        if self.source is None or self.decoder is None or self.pool is None or self.root is None:
+            return None
+        try:
+            modules = tuple(self._modules(self.source, self.decoder))
+        except ValueError:  # a shape that the layout can't hold, which is in `problems`
+            return None
+        tensors = self.source.tensors
+        outer = sum(tensors[name].size_bytes for name in self.decoder.outer_tensor_names)
+        in_layers = sum(
+            tensors[name].size_bytes
+            for layer in range(self.decoder.layer_count)
+            for name in self.decoder.layer_tensor_names(layer)
+        )
+        carried = in_layers - sum(kind.bytes_before for kind in modules)
+        samples, tokens = self._calibration_bound()
+        continuation = tokens * self.decoder.config.hidden_size * self.decoder.source_dtype.itemsize
+        layers_after = sum(kind.bytes_after for kind in modules) + carried
+        return Plan(
+            model=self.job.model,
+            family=self.source.config["model_type"],
+            layer_count=self.decoder.layer_count,
+            quantization=self.job.quantization.model_dump(mode="json"),
+            modules=modules,
+            carried_bytes=carried,
+            outer_bytes=outer,
+            devices=tuple(str(device) for device in self.pool.devices),
+            calibration_samples=samples,
+            calibration_tokens=tokens,
+            continuation_bytes=continuation,
+            spaces=tuple(self._spaces(self.source, self.root, layers_after, outer, continuation)),
+            memory=self._memory(self.decoder, self.pool, tokens, outer),
+            notes=tuple(self._notes(self.source)),
+        )
+
+    def _modules(self, source: SourceModel, decoder: Decoder) -> Iterator[ModuleKind]:
+        """Bytes as they are stored, the bias with its weight."""
+        config = self.job.quantization
+        layers = range(decoder.layer_count)
+        for name, (out_features, in_features) in decoder.linear_shapes.items():
+            before = after = 0
+            for layer in layers:
+                weight = f"{decoder.layer_name(layer)}.{name}.weight"
+                bias = source.tensors.get(f"{decoder.layer_name(layer)}.{name}.bias")
+                before += source.tensors[weight].size_bytes + (bias.size_bytes if bias is not None else 0)
+                after += layout.packed_bytes(in_features, out_features, config, bias is not None)
+            yield ModuleKind(name, out_features, in_features, len(layers), before, after)
+
+    def _calibration_bound(self) -> tuple[int, int]:
+        """Samples and tokens at most, padding included, as far as can be told without reading the data."""
+        config = self.calibration
+        if config is None:
+            return 0, 0
+        length = config.concat_size or config.sequence_length
+        samples = config.samples
+        if not isinstance(config.data, str) and config.concat_size is None:
+            samples = min(samples, len(config.data))
+        path = file_of(config)
+        if path is not None and path.suffix.lower() != ".parquet" and os.path.isfile(path):
+            # A token stands for a byte of the file or more, but for special tokens, of which each line may get some.
+            samples = min(samples, 1 + 2 * path.stat().st_size // min(length, config.min_length))
+            if config.batch_size == 1:
+                return samples, min(samples * length, 2 * path.stat().st_size + length)
+        return samples, samples * length
+
+    def _spaces(
+        self, source: SourceModel, root: Path, layers: int, outer: int, continuation: int
+    ) -> Iterator[DiskSpace]:
+        # One generation more than is kept lies there while the newest is published; layers are shared by all.
+        generations = self.job.checkpoint.keep_last + 1
+        yield space_at("checkpoint", root, layers + generations * continuation, bytes_of_objects(root))
+        others = sum(
+            path.stat().st_size
+            for path in source.path.iterdir()
+            if path.is_file() and path.suffix != ".safetensors" and path.stat().st_size < 1 << 30
+        )
+        is_finished = os.path.isfile(self.output / REPORT_FILE)
+        yield space_at("output", self.output, 0 if is_finished else layers + outer + others, 0)
+
+    def _memory(self, decoder: Decoder, pool: DevicePool, tokens: int, outer: int) -> Memory:
+        """Everything that is alive at once in a layer's widest stage, when its last linears are quantized."""
+        device = pool.devices[0]
+        itemsize = decoder.compute_dtype(device.torch_device).itemsize
+        skeleton = decoder.source.tensors
+        layer = max(
+            sum(prod(skeleton[name].shape) for name in decoder.layer_tensor_names(i)) * itemsize
+            for i in range(decoder.layer_count)
+        )
+        widest = max(in_features for _, in_features in decoder.linear_shapes.values())
+        needs_activations = self.calibration is not None
+        statistics = widest**2 * BYTES_PER_HESSIAN_ENTRY if needs_activations else 0
+        hidden_size = decoder.config.hidden_size
+        # The residual and the input of the last linear of every batch, in the dtype that is computed in.
+        activations = tokens * (hidden_size + widest) * itemsize
+        codes = sum(n * k for n, k in decoder.linear_shapes.values())
+        between_layers = 2 * tokens * hidden_size * decoder.source_dtype.itemsize
+        slots = len(pool.devices)
+        on_device = layer + statistics + activations // slots
+        host = codes + between_layers
+        if device.type == "cpu":
+            host += slots * layer + statistics + activations
+        # Before the first layer the embedding is loaded, and nothing else but what it makes.
+        host = max(host, outer + between_layers) if needs_activations else host
+        host_total = DevicePool.resolve(("cpu",)).devices[0].memory_bytes
+        return Memory(
+            layer_bytes=layer,
+            statistics_bytes=statistics,
+            device_peak_bytes=on_device,
+            device_total_bytes=min(slot.memory_bytes for slot in pool.devices),
+            host_peak_bytes=host,
+            host_total_bytes=host_total,
+        )
+
+    def _notes(self, source: SourceModel) -> Iterator[str]:
+        config = self.job.quantization
+        if config.bits == 3:
+            yield "vLLM loads no 3-bit gptq files; GPTQModel and transformers do"
+        if self.job.calibration is not None and self.calibration is None:
+            yield f"method `{config.method}` uses no calibration data; what is given is not read"
+        context = source.config.get("max_position_embeddings")
+        if self.calibration is not None and isinstance(context, int) and self.calibration.sequence_length > context:
+            yield (
+                f"sequence_length {self.calibration.sequence_length} is longer than the model's context of {context} tokens"
+            )
+
+
+def _family_problems(model: str) -> list[str]:
+    """The family of a source that could not be opened, if its config.json tells one that is not supported."""
+    try:
+        family = json.loads((Path(model).expanduser() / "config.json").read_bytes())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # what is wrong with config.json was told when the source was opened
+    if family in SUPPORTED:
+        return []
+    return [f"source `{model}`: its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}"]
+
+
+def _memory_problems(memory: Memory, devices: tuple[str, ...]) -> Iterator[str]:
+    """Only what is sure to fail: one layer with its statistics that a device can't hold."""
+    needed = memory.layer_bytes + memory.statistics_bytes
+    if needed > memory.device_total_bytes:
+        yield (
+            f"the largest layer and its statistics need {size(needed)} of memory, {devices[0]} has "
+            f"{size(memory.device_total_bytes)}; use a device with more memory"
+        )

@@ -1,0 +1,128 @@
+"""One decoder layer: quantized across the pool, checked, staged; what Prefect keeps of it is a receipt.
+
+The task's record in the checkpoint is what makes a finished layer show as Cached on a resume. Prefect treats a record
+that it cannot read as one that is not there, and would run the layer again: the first line of the task refuses that.
+"""
+
+from typing import Any
+
+import torch
+from prefect import task, unmapped
+from prefect.context import TaskRunContext
+from prefect.futures import PrefectFutureList, as_completed
+from prefect.states import State
+from torch import Tensor
+
+from checkpoint_store import session
+from checkpoint_store.tensors import safetensors_payload
+from tasks import running
+from tasks.formats import gptq as layout
+from tasks.quantize_shard import LayerWork, quantize_shard
+from tasks.report import LayerReceipt, ModuleReport
+
+TASK_RETRIES = 2
+# A shard that hangs in a driver would hang the run for ever; a layer of the largest models takes an hour.
+SHARD_TIMEOUT_SECONDS = 24 * 3600
+
+
+def cache_key(identity_digest: str, layer: int) -> str:
+    """Name of a layer's result record: the job, less the physical devices, and the layer."""
+    return f"layer-{layer:05d}-{identity_digest}"
+
+
+def _cache_key_fn(context: TaskRunContext, parameters: dict[str, Any]) -> str:
+    return parameters["key"]
+
+
+def is_device_error(task: Any, task_run: Any, state: State) -> bool:
+    """Whether a failed layer may succeed when it is repeated: memory or a device was lost, nothing was wrong."""
+    try:
+        state.result(raise_on_failure=True)
+    except (torch.cuda.OutOfMemoryError, torch.AcceleratorError):
+        torch.cuda.empty_cache()
+        return True
+    except Exception:
+        return False
+    return False
+
+
+@task(
+    name="quantize-layer",
+    task_run_name="{model} {method} {name}",
+    cache_key_fn=_cache_key_fn,
+    persist_result=True,
+    result_serializer="json",
+    cache_result_in_memory=False,
+    retries=TASK_RETRIES,
+    retry_condition_fn=is_device_error,
+)
+def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> dict[str, Any]:
+    """Quantize one decoder layer and stage it in the checkpoint; the receipt of what was staged, as plain JSON."""
+    session.current().refuse_if_pinned(key)
+    run = running.current()
+    run.begin_layer(layer)
+    run.work = work = LayerWork(run, layer)
+    _gather(work, quantize_shard.map(unmapped(layer), list(range(work.device_count))))
+    packed = pack(run, work)
+    scan(packed, name)
+    ref = session.current().stage_layer(name, safetensors_payload(packed))
+    run.replace_hidden([work.outputs[batch] for batch in range(len(run.hidden))])
+    return _receipt(run, work, key, ref.sha256, ref.size).model_dump(mode="json")
+
+
+def _gather(work: LayerWork, shards: PrefectFutureList[int]) -> None:
+    """Wait for all shards; the first real error of any of them, not the broken barrier of its siblings."""
+    try:
+        for shard in as_completed(list(shards), timeout=SHARD_TIMEOUT_SECONDS):
+            if not shard.state.is_completed():
+                work.abort()  # also when it failed before its first line, where it could not break the barrier itself
+        if work.error is not None:
+            raise work.error
+        shards.result(timeout=SHARD_TIMEOUT_SECONDS)
+    finally:
+        work.abort()  # a run that is given up here leaves no shard at work
+
+
+def pack(run: running.Run, work: LayerWork) -> dict[str, Tensor]:
+    """The layer's tensors under their final names: packed linears, everything else as the source has it."""
+    config = run.job.quantization
+    prefix = run.decoder.layer_name(work.layer)
+    carried = [
+        tensor for tensor in run.decoder.layer_tensor_names(work.layer)
+        if tensor.removeprefix(f"{prefix}.").rpartition(".")[0] not in work.quantized
+    ]  # fmt: skip
+    packed = dict(run.source.load(carried))
+    for module, rows in work.quantized.items():
+        full = f"{prefix}.{module}"
+        bias = run.source.load([f"{full}.bias"])[f"{full}.bias"] if f"{full}.bias" in run.source.tensors else None
+        packed |= layout.pack(full, rows, config.bits, config.checkpoint_format, bias)
+    return packed
+
+
+def scan(tensors: dict[str, Tensor], layer_name: str) -> None:
+    """ValueError that names the first tensor with a NaN or an infinity in it."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            count = int((~torch.isfinite(tensor)).sum())
+            raise ValueError(
+                f"`{name}` of layer `{layer_name}` holds {count} values that are not finite: the source's weights are "
+                f"broken there, or too large for the layout's half precision; nothing of this layer was stored"
+            )
+
+
+def _receipt(run: running.Run, work: LayerWork, key: str, sha256: str, size: int) -> LayerReceipt:
+    modules = []
+    for subset, outcome in work.outcomes.items():
+        for module in subset:
+            modules.append(
+                ModuleReport(
+                    name=module, method=outcome.method, loss=work.quantized[module].loss, tokens=outcome.tokens,
+                    damp_percent=outcome.damp_percent, fallback=outcome.fallback,
+                )
+            )  # fmt: skip
+    loss = sum(module.loss for module in modules) / len(modules) if modules else 0.0
+    return LayerReceipt(
+        index=work.layer, name=run.decoder.layer_name(work.layer), key=key, sha256=sha256, size=size, loss=loss,
+        tokens=max((module.tokens for module in modules), default=0), seconds=round(run.end_layer(), 3),
+        modules=tuple(modules),
+    )  # fmt: skip

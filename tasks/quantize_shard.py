@@ -1,0 +1,298 @@
+"""One device's share of one layer: its calibration lanes through the layer, its units of rows through the method.
+
+How the result stays the same for every number of devices: calibration batches are split into a fixed number of lanes,
+a lane is summed in order on one device, and lane sums are merged in lane order. The linears of a subset share one input
+and hence one Hessian and one factor, their rows are independent given the factor, so the stacked rows are cut into
+units of a fixed size that any device may take. Lane l and unit u belong to device l % D and u % D.
+
+The shards of a layer run side by side, one thread each for the whole layer (a paused forward belongs to its thread), and
+meet at barriers. One that fails breaks the barrier, so that no sibling waits for ever; the first real error is the one told.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from torch import Tensor, nn
+
+from tasks import running
+from tasks.execution_plan import LANES, UNIT_ROWS
+from tasks.job import GPTQConfig
+from tasks.methods import gptq, rtn
+from tasks.methods.gptq import ActivationError, Factor, HessianError, HessianSum
+from tasks.methods.grid import QuantizedRows, WeightError, check_weight
+from tasks.models.staged import StagedForward
+
+
+def lane_batches(batch_count: int) -> list[range]:
+    """Which batches each lane sums: contiguous, fixed by the number of batches alone."""
+    return [range(batch_count * lane // LANES, batch_count * (lane + 1) // LANES) for lane in range(LANES)]
+
+
+class SiblingFailed(RuntimeError):
+    """Another shard of this layer failed; its error is the one to read."""
+
+
+@dataclass(frozen=True)
+class SubsetOutcome:
+    """How a subset of linears was quantized."""
+
+    method: str
+    tokens: int
+    damp_percent: float | None
+    fallback: str | None
+
+
+class LayerWork:
+    """What the shards of one layer share. Everything in it is on the CPU, but for the Hessian in the making."""
+
+    def __init__(self, run: running.Run, layer: int) -> None:
+        self.run = run
+        self.layer = layer
+        self.device_count = len(run.pool.devices)
+        self.error: BaseException | None = None
+        self.outcomes: dict[tuple[str, ...], SubsetOutcome] = {}
+        self.quantized: dict[str, QuantizedRows] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.factor: Factor | None = None
+        self.units: dict[int, QuantizedRows] = {}
+        # Why error feedback diverged, by unit.
+        self.diverged: dict[int, str] = {}
+        self._barrier = threading.Barrier(self.device_count)
+        self._lock = threading.Lock()
+        self._total: HessianSum | None = None
+        self._waiting: dict[int, HessianSum | None] = {}
+        self._next_lane = 0
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Break the barrier when a shard fails, and keep the first error that is not a sibling's."""
+        try:
+            yield
+        except threading.BrokenBarrierError as error:
+            raise SiblingFailed(f"another shard of layer {self.layer} failed; its error is the one to read") from error
+        except BaseException as error:
+            with self._lock:
+                self.error = self.error or error
+            self.abort()
+            raise
+
+    def meet(self) -> None:
+        """Wait until every shard of the layer is here."""
+        self._barrier.wait()
+
+    def abort(self) -> None:
+        """Let no shard go on past its next batch or barrier."""
+        self._barrier.abort()
+
+    def check(self) -> None:
+        """BrokenBarrierError when another shard has failed or the run was given up."""
+        if self._barrier.broken:
+            raise threading.BrokenBarrierError
+
+    def offer(self, lane: int, total: HessianSum | None) -> None:
+        """Hand in a lane's sum (None for a lane without batches); it is merged when all lanes before it are."""
+        with self._lock:
+            self._waiting[lane] = total
+            while self._next_lane in self._waiting:
+                ready = self._waiting.pop(self._next_lane)
+                self._next_lane += 1
+                if self._total is None:
+                    self._total = ready
+                elif ready is not None:
+                    self._total.merge(ready)
+
+    def collect(self, subset: tuple[str, ...], rows: list[int]) -> None:
+        """Cut the finished units into the modules of the subset; say so when error feedback had diverged."""
+        if self.diverged:
+            reason = self.diverged[min(self.diverged)]
+            self.outcomes[subset] = replace(self.outcomes[subset], method="rtn", fallback=reason)
+            self.diverged.clear()
+        stacked = QuantizedRows.concatenate([self.units[unit] for unit in sorted(self.units)])
+        start = 0
+        for name, count in zip(subset, rows, strict=True):
+            self.quantized[name] = stacked.rows(start, start + count)
+            start += count
+        self.units.clear()
+
+    def take_total(self) -> HessianSum | None:
+        """The Hessian of all lanes, ready for the next subset's."""
+        total, self._total, self._next_lane = self._total, None, 0
+        return total
+
+
+@task(name="quantize-shard", task_run_name="layer {layer} device {device}", persist_result=False, cache_policy=NO_CACHE)
+def quantize_shard(layer: int, device: int) -> int:
+    """Do one device's share of the layer in work; the number of modules that the layer has finished."""
+    run = running.current()
+    work = run.work
+    with work.guarded(), torch.no_grad():
+        # Thread by thread: OpenMP keeps the number of the thread that asks.
+        torch.set_num_threads(run.cpu_threads)
+        _Shard(work, device).go()
+    return len(work.quantized)
+
+
+class _Shard:
+    """The share of one device: its module, its batches, its rows."""
+
+    def __init__(self, work: LayerWork, number: int) -> None:
+        self.work = work
+        self.run = work.run
+        self.number = number
+        self.device = self.run.pool.devices[number].torch_device
+        self.dtype = self.run.decoder.compute_dtype(self.device)
+        self.lanes = lane_batches(len(self.run.hidden))
+        self.batches = [(lane, batch) for lane in range(number, LANES, work.device_count) for batch in self.lanes[lane]]
+
+    def go(self) -> None:
+        decoder = self.run.decoder
+        module = decoder.materialise(self.work.layer, self.device, self.dtype)
+        if self.number == 0:
+            self._check_weights(module)
+        if not self.run.needs_activations:
+            for subset in decoder.subsets:
+                self._quantize(module, subset)
+            return
+        # One by one: a batch's mask and rotary tables live no longer than its forward needs them.
+        calls = (self._call(batch) for _, batch in self.batches)
+        with StagedForward(module, decoder.subsets, calls) as staged:
+            for subset in decoder.subsets:
+                self._sum_hessian(staged, subset)
+                self.work.meet()
+                if self.number == 0:
+                    self._factor(subset)
+                self.work.meet()
+                self._quantize(module, subset)
+            for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
+                self.work.outputs[batch] = self._rounded(hidden)
+
+    def _call(self, batch: int) -> tuple[Tensor, dict[str, object]]:
+        """A batch's hidden states on this device and the other arguments of the layer."""
+        source = self.run.hidden[batch]
+        hidden = source.to(self.device)
+        if self.run.hidden_is_restored and not torch.equal(_bits(hidden.cpu()), _bits(source)):
+            raise RuntimeError(
+                f"hidden states of batch {batch} changed on their way to {self.device}: the device or its memory is failing"
+            )
+        hidden = hidden.to(self.dtype)
+        mask = self.run.calibration_batch(batch).attention_mask.to(self.device)
+        return hidden, self.run.decoder.call_arguments(self.work.layer, hidden, mask)
+
+    def _rounded(self, hidden: Tensor) -> Tensor:
+        """Rounded to the source's dtype at every boundary, so that a run that resumes sees what one that goes on sees."""
+        rounded = hidden.to(self.run.decoder.source_dtype).cpu()
+        if not bool(torch.isfinite(rounded).all()):
+            raise ValueError(
+                f"the hidden states after `{self.run.decoder.layer_name(self.work.layer)}` are not finite: the source's "
+                f"weights overflow in {self.run.decoder.source_dtype}; nothing of this layer was stored"
+            )
+        return rounded
+
+    def _sum_hessian(self, staged: StagedForward, subset: tuple[str, ...]) -> None:
+        features = self.run.decoder.linear_shapes[subset[0]][1]
+        sums: dict[int, HessianSum] = {}
+        lane_before = None
+        for call, x_BTK in staged.advance(subset):
+            self.work.check()
+            lane, batch = self.batches[call]
+            if lane != lane_before and lane_before is not None:
+                self.work.offer(lane_before, sums.pop(lane_before))
+            lane_before = lane
+            mask_BT = self.run.calibration_batch(batch).attention_mask
+            real = x_BTK.reshape(-1, features) if bool(mask_BT.all()) else x_BTK[mask_BT.to(x_BTK.device)]
+            sums.setdefault(lane, HessianSum(features, self.device)).add(real)
+        if lane_before is not None:
+            self.work.offer(lane_before, sums.pop(lane_before))
+        for lane in range(self.number, LANES, self.work.device_count):
+            if not self.lanes[lane]:
+                self.work.offer(lane, None)
+
+    def _factor(self, subset: tuple[str, ...]) -> None:
+        """Factor the merged Hessian, on the first device; or say why this subset is rounded to nearest instead."""
+        work, config = self.work, self.run.job.quantization
+        assert isinstance(config, GPTQConfig)
+        total = work.take_total()
+        tokens, work.factor, reason = (total.tokens if total is not None else 0), None, None
+        if total is None or tokens == 0 or tokens < config.fallback_tokens * self.run.calibration_tokens:
+            reason = f"{tokens} of {self.run.calibration_tokens} calibration tokens reached it"
+        else:
+            try:
+                work.factor = gptq.factor_hessian(total.hessian(), config)
+            except HessianError as error:
+                reason = str(error)
+            except ActivationError as error:
+                raise ActivationError(f"`{self._full(subset[0])}`: {error}") from error
+        damp = work.factor.damp_percent if work.factor is not None else None
+        method = "gptq" if work.factor is not None else "rtn"
+        work.outcomes[subset] = SubsetOutcome(method, tokens, damp, reason)
+
+    def _quantize(self, module: nn.Module, subset: tuple[str, ...]) -> None:
+        """Quantize this device's units of the subset, then put what a loader will see into this device's module."""
+        work = self.work
+        if not self.run.needs_activations:
+            work.outcomes[subset] = SubsetOutcome("rtn", 0, None, None)
+        weights = {name: _weight(module, name) for name in subset}
+        self._quantize_units(list(weights.values()), work.factor)
+        work.meet()
+        if work.diverged:
+            # All or none: siblings that a loader fuses keep one layout, and no result depends on who came first.
+            self._quantize_units(list(weights.values()), None)
+            work.meet()
+        if self.number == 0:
+            work.collect(subset, [len(weight) for weight in weights.values()])
+            self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
+        work.meet()
+        if self.run.needs_activations:
+            for name, weight in weights.items():
+                weight.data.copy_(work.quantized[name].dequantize())
+
+    def _quantize_units(self, weights: list[Tensor], factor: Factor | None) -> None:
+        config = self.run.job.quantization
+        here = factor.to(self.device) if factor is not None else None
+        for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
+            weight_NK = _rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
+            if here is None:
+                self.work.units[unit] = rtn.quantize_rows(weight_NK, config).to("cpu")
+                continue
+            assert isinstance(config, GPTQConfig)
+            try:
+                self.work.units[unit] = gptq.quantize_rows(weight_NK, here, config).to("cpu")
+            except HessianError as error:
+                self.work.diverged[unit] = str(error)
+
+    def _check_weights(self, module: nn.Module) -> None:
+        """Told before anything is spent on the layer, and by name: units know rows only."""
+        for name in self.run.decoder.linear_shapes:
+            try:
+                check_weight(_weight(module, name), self.run.job.quantization)
+            except WeightError as error:
+                raise WeightError(f"`{self._full(name)}`: {error}") from error
+
+    def _full(self, name: str) -> str:
+        return f"{self.run.decoder.layer_name(self.work.layer)}.{name}"
+
+
+def _weight(module: nn.Module, name: str) -> Tensor:
+    linear = module.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    return linear.weight
+
+
+def _rows_of(weights: list[Tensor], start: int, stop: int) -> Tensor:
+    """Rows `start` to `stop` of the weights stacked on each other, without stacking them all."""
+    pieces, offset = [], 0
+    for weight in weights:
+        piece = weight[max(0, start - offset) : max(0, stop - offset)]
+        if len(piece):
+            pieces.append(piece)
+        offset += len(weight)
+    return torch.cat(pieces)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

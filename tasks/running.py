@@ -1,0 +1,147 @@
+"""The run that this process is doing: what its tasks share and must not travel through Prefect parameters.
+
+Prefect stores and ships parameters, so tasks take small numbers and names only and find the rest here. There is one run
+per process, because a run needs the main thread; reach it as `running.current()`, never by importing the object: a flow
+that is pickled by value would take a copy along.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from checkpoint_store.session import CheckpointSession
+from tasks.calibration import Batch, CalibrationSet
+from tasks.devices import DevicePool
+from tasks.job import QuantizationJob
+from tasks.models.decoder import Decoder
+from tasks.models.source import SourceModel
+from tasks.report import LayerReceipt
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the run is: `layer` is being worked on (from 0), `module` of it is finished."""
+
+    layer: int
+    layer_count: int
+    module: str
+    loss: float | None
+    seconds_left: float | None
+
+
+@dataclass
+class Run:
+    """Everything the tasks of one run share."""
+
+    job: QuantizationJob
+    logger: logging.Logger | logging.LoggerAdapter[Any]
+    root: Path
+    output: Path
+    model_name: str
+    source: SourceModel
+    decoder: Decoder
+    pool: DevicePool
+    calibration: CalibrationSet | None
+    identity_digest: str
+    cpu_threads: int
+    session: CheckpointSession
+    started: float
+    resumed_from: int | None = None
+    receipts: list[LayerReceipt] = field(default_factory=list)
+    # Hidden states entering the next layer, one tensor per calibration batch, on the CPU in the source's dtype.
+    hidden: list[Tensor] = field(default_factory=list)
+    # Restored hidden states are compared byte for byte after they reached their device, once.
+    hidden_is_restored: bool = False
+    layer: int = 0
+    # What the shards of the layer in work share (`tasks.quantize_shard.LayerWork`).
+    work: Any = None
+    _seconds: list[float] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+
+    @property
+    def calibration_summary(self) -> dict[str, Any]:
+        return dict(self.calibration.summary) if self.calibration is not None else {}
+
+    @property
+    def calibration_tokens(self) -> int:
+        """Real tokens of the whole calibration set; padding is none."""
+        return self.calibration.summary["tokens"] if self.calibration is not None else 0
+
+    @property
+    def needs_activations(self) -> bool:
+        return needs_activations(self.job)
+
+    def calibration_batch(self, number: int) -> Batch:
+        assert self.calibration is not None
+        return self.calibration.batches[number]
+
+    def replace_hidden(self, hidden: list[Tensor]) -> None:
+        """Go on to the next layer's inputs; only now may the last layer's go, a retry of it needs them."""
+        self.hidden, self.hidden_is_restored = hidden, False
+
+    def begin_layer(self, index: int) -> None:
+        self.layer, self._began = index, time.monotonic()
+
+    def end_layer(self) -> float:
+        """Seconds that the layer in work took."""
+        self._seconds.append(time.monotonic() - self._began)
+        return self._seconds[-1]
+
+    def seconds_left(self) -> float | None:
+        """Estimate until the last layer is done; None until this run has finished one."""
+        if not self._seconds:
+            return None
+        each = sum(self._seconds) / len(self._seconds)
+        now = min(time.monotonic() - self._began, each)
+        return max(0.0, each * (self.decoder.layer_count - self.layer) - now)
+
+    def tell(self, module: str, loss: float | None) -> None:
+        """Tell whoever listens that a module of the layer in work is finished."""
+        told = Progress(self.layer, self.decoder.layer_count, module, loss, self.seconds_left())
+        for listener in list(_listeners):
+            listener(told)
+
+
+def needs_activations(job: QuantizationJob) -> bool:
+    """Whether the method looks at what flows through the layers, which makes the layers a chain."""
+    return job.quantization.method == "gptq"
+
+
+_current: Run | None = None
+_listeners: list[Callable[[Progress], None]] = []
+
+
+def current() -> Run:
+    """The run of this process; RuntimeError when there is none."""
+    if _current is None:
+        raise RuntimeError("no run is open in this process: the tasks of a run work only inside `quantize_model`")
+    return _current
+
+
+@contextmanager
+def opened(run: Run) -> Iterator[Run]:
+    """Make `run` the current one while the context lasts."""
+    global _current
+    if _current is not None:
+        raise RuntimeError("a run is open in this process already: start one after the other, or use two processes")
+    _current = run
+    try:
+        yield run
+    finally:
+        _current = None
+
+
+@contextmanager
+def listening(callback: Callable[[Progress], None]) -> Iterator[None]:
+    """Call `callback` with each piece of progress while the context lasts; it must be quick and thread-safe."""
+    _listeners.append(callback)
+    try:
+        yield
+    finally:
+        _listeners.remove(callback)

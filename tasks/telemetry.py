@@ -1,0 +1,56 @@
+"""What happens to a checkpoint, told: as log lines of placement, shape and dtype, and as Prefect events for automations.
+
+Contents never leave here. None of it may fail a run, but an event that cannot be sent is a warning, not a secret.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect.events import emit_event
+from torch import Tensor
+
+from checkpoint_store.session import CheckpointEvent
+
+EVENT_PREFIX = "prefect-quantize.checkpoint"
+# What the store calls it -> what an automation listens for; the rest is for the log only.
+EVENT_NAMES = {"commit": "published", "restoration": "restored", "fell_back": "fell-back"}
+
+Logger = logging.Logger | logging.LoggerAdapter[Any]
+
+
+def emit(logger: Logger, root: Path, name: str, detail: dict[str, Any]) -> None:
+    """Send `prefect-quantize.checkpoint.<name>` about the checkpoint root to Prefect."""
+    try:
+        emit_event(
+            event=f"{EVENT_PREFIX}.{name}",
+            resource={"prefect.resource.id": f"{EVENT_PREFIX}.{root}", "prefect.resource.name": root.name},
+            payload=detail,
+        )
+    except Exception as error:
+        logger.warning("event %s.%s was not sent: %s", EVENT_PREFIX, name, error)
+
+
+def listener(logger: Logger, root: Path, *, device: bool) -> Callable[[CheckpointEvent], None]:
+    """What the session calls with each event: a Prefect event where there is one, a log line when `device` is on."""
+
+    def on_event(event: CheckpointEvent) -> None:
+        if event.kind in EVENT_NAMES:
+            emit(logger, root, EVENT_NAMES[event.kind], event.detail)
+        if device:
+            logger.info("telemetry %s %s", event.kind, json.dumps(event.detail, sort_keys=True, default=str))
+
+    return on_event
+
+
+def tensors(logger: Logger, kind: str, held: Sequence[Tensor], *, device: bool) -> None:
+    """Log where tensors are and of what shape and dtype, when `device` is on."""
+    if device:
+        placed = Counter((str(tensor.device), str(tensor.dtype), tuple(tensor.shape)) for tensor in held)
+        shapes = [
+            {"device": where, "dtype": dtype, "shape": shape, "count": n} for (where, dtype, shape), n in placed.items()
+        ]
+        logger.info("telemetry %s %s", kind, json.dumps({"hidden": shapes}, sort_keys=True))

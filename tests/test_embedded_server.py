@@ -1,0 +1,133 @@
+"""The embedded server: there when a run needs it, deaf to Ctrl+C, gone with the run however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.embedded_server import ServerDidNotStart, embedded_server
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE_SECONDS = 120
+
+
+def _start(script: str, home: Path) -> subprocess.Popen[str]:
+    """Python on `script` in a process group of its own, with nothing of Prefect configured and a database in `home`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=clean | {"PREFECT_HOME": str(home), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def _wait_until_gone(process: int) -> None:
+    deadline = time.monotonic() + 30
+    while _is_alive(process):
+        assert time.monotonic() < deadline, f"the server, process {process}, outlives its run"
+        time.sleep(0.05)
+
+
+def test_a_run_gets_a_server_that_knows_its_tasks_and_logs_and_is_gone_afterwards(tmp_path: Path) -> None:
+    script = """
+        import os, sqlite3
+        from prefect import flow, get_run_logger, task
+        from flows.embedded_server import embedded_server
+
+        @task
+        def answer():
+            get_run_logger().info("seen in the log")
+            return 42
+
+        @flow
+        def question():
+            return answer()
+
+        with embedded_server() as url:
+            print(open(f"/proc/self/task/{os.getpid()}/children").read())
+            assert question() == 42
+            with embedded_server() as inner:
+                assert inner == url
+        from prefect.settings import PREFECT_HOME
+        database = sqlite3.connect(PREFECT_HOME.value() / "prefect.db")
+        print(database.execute("select count(*) from log where message = 'seen in the log'").fetchone()[0])
+        print(database.execute("select state_type from task_run").fetchone()[0])
+    """
+    out, error = (run := _start(script, tmp_path)).communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == 0, error
+    server, logged, state = out.split()
+    assert (logged, state) == ("1", "COMPLETED")
+    assert not _is_alive(int(server))
+
+
+def test_ctrl_c_to_the_group_spares_the_server_and_a_killed_run_takes_it_along(tmp_path: Path) -> None:
+    script = """
+        import os, signal, time, urllib.request
+        interrupts = []
+        signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+        from flows.embedded_server import embedded_server
+        with embedded_server() as url:
+            print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
+            while not interrupts:
+                time.sleep(0.05)
+            time.sleep(1)
+            print(urllib.request.urlopen(url + "/health").status, flush=True)
+            time.sleep(3600)
+    """
+    run = _start(script, tmp_path)
+    assert run.stdout is not None
+    server = int(run.stdout.readline())
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.stdout.readline().strip() == "200"
+    assert _is_alive(server)
+    run.kill()
+    _wait_until_gone(server)
+    run.communicate()
+
+
+def test_a_configured_server_is_used_and_none_is_started() -> None:
+    ran = []
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        embedded_server(while_starting=lambda: ran.append(True)) as url,
+    ):
+        assert url == "http://127.0.0.1:9/api"
+    assert ran == [True]
+
+
+def test_a_server_that_cannot_start_is_told_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", "sqlite+aiosqlite:////dev/null/prefect.db")
+    with (
+        temporary_settings(restore_defaults={PREFECT_API_URL}),
+        pytest.raises(ServerDidNotStart, match=r"ended with code \d+(.|\n)*unable to open database file"),
+        embedded_server(),
+    ):
+        pass
+
+
+def test_a_server_that_stays_silent_is_given_up_and_ended() -> None:
+    started = time.monotonic()
+    with (
+        temporary_settings(restore_defaults={PREFECT_API_URL}),
+        pytest.raises(ServerDidNotStart, match=r"gave no answer in 0 s"),
+        embedded_server(timeout_seconds=0.2),
+    ):
+        pass
+    assert time.monotonic() - started < 15

@@ -1,0 +1,200 @@
+"""The flow as a whole: its report, its names, its progress, and that devices decide nothing."""
+
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prefect.client.orchestration import get_client
+
+from checkpoint_store import session
+from checkpoint_store.errors import StoreLocked
+from checkpoint_store.store import CheckpointStore
+from flows.quantize_model import quantize_model
+from tasks import quantize_layer, quantize_shard, running, telemetry
+from tasks.job import GPTQConfig, RTNConfig, TelemetryConfig
+from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
+from tests.tiny_models import write_tiny_llama
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=LAYERS)
+
+
+def test_the_report_says_what_every_module_cost(model: Path, tmp_path: Path) -> None:
+    job = tiny_job(model, tmp_path)
+    report = quantize_model(job)
+    assert (report.status, report.method, report.model, report.resumed_from) == ("done", "gptq", "tiny", None)
+    assert [receipt.name for receipt in report.layers] == [f"model.layers.{layer}" for layer in range(LAYERS)]
+    assert report.calibration["samples"] == 6
+    for receipt in report.layers:
+        assert len(receipt.modules) == 7 and receipt.fallbacks == ()
+        assert {module.method for module in receipt.modules} == {"gptq"}
+        assert {module.tokens for module in receipt.modules} == {report.calibration["tokens"]}
+        assert all(module.loss > 0 and module.damp_percent == 0.05 for module in receipt.modules)
+    assert report.loss == pytest.approx(sum(receipt.loss for receipt in report.layers) / LAYERS)
+
+
+def test_one_cpu_and_two_give_the_same_bytes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_shard, "UNIT_ROWS", 48)  # several units, that cut through modules
+    outputs = []
+    for devices in (("cpu",), ("cpu", "cpu")):
+        job = tiny_job(model, tmp_path / str(len(devices)), devices=devices)
+        quantize_model(job)
+        outputs.append(contents(job.output))
+    assert outputs[0] == outputs[1]
+
+
+def test_rtn_needs_no_calibration_and_stores_no_continuation(model: Path, tmp_path: Path) -> None:
+    job = tiny_job(model, tmp_path, quantization=RTNConfig(group_size=32), keep_last=4)
+    job = job.model_copy(update={"calibration": None})
+    report = quantize_model(job)
+    assert {module.method for receipt in report.layers for module in receipt.modules} == {"rtn"}
+    with CheckpointStore.open(Path(job.checkpoint.path), mode="read") as store:
+        roles = {ref.role for generation in store.generations() for ref in generation.objects}
+    assert roles == {"layer", "record"}
+
+
+def test_run_names_say_model_method_and_layer(model: Path, tmp_path: Path) -> None:
+    quantize_model(tiny_job(model, tmp_path))
+    flow_run = last_flow_run()
+    assert flow_run.name == "tiny gptq"
+    with get_client(sync_client=True) as client:
+        names = {run.name for run in client.read_task_runs() if run.flow_run_id == flow_run.id}
+    expected = {f"tiny gptq model.layers.{layer}" for layer in range(LAYERS)} | {"tiny export"}
+    assert names == expected | {f"layer {layer} device 0" for layer in range(LAYERS)}
+
+
+def test_every_layer_is_one_line_with_its_figures(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = quantize_model(tiny_job(model, tmp_path))
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("layer ")]
+    assert len(lines) == LAYERS
+    for line, receipt in zip(lines, report.layers, strict=True):
+        assert line.startswith(f"layer {receipt.index + 1} of {LAYERS}: loss {receipt.loss:.3e}, ")
+        assert line.endswith(receipt.sha256[:12])
+
+
+def test_progress_tells_every_module_in_order_and_the_time_left(model: Path, tmp_path: Path) -> None:
+    told: list[running.Progress] = []
+    with running.listening(told.append):
+        quantize_model(tiny_job(model, tmp_path))
+    assert [progress.layer for progress in told] == sorted(progress.layer for progress in told)
+    assert [progress.module for progress in told[:4]] == [
+        "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj, mlp.up_proj",
+        "mlp.down_proj",
+    ]
+    assert told[0].seconds_left is None and told[-1].seconds_left is not None
+    assert all(progress.layer_count == LAYERS and progress.loss is not None for progress in told)
+
+
+def test_prefect_parameters_are_small_numbers_and_names() -> None:
+    for task in (quantize_layer.quantize_layer, quantize_shard.quantize_shard):
+        annotations = {parameter.annotation for parameter in inspect.signature(task.fn).parameters.values()}
+        assert annotations <= {int, str}
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("broken weights")])
+def test_only_a_device_error_repeats_a_layer_and_the_bytes_stay_the_same(
+    error: Exception, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tiny_job(model, tmp_path / "whole")
+    quantize_model(whole)
+    pack, failures = quantize_layer.pack, [error]
+
+    def failing(run: Any, work: Any) -> Any:
+        if work.layer == 1 and failures:
+            raise failures.pop()
+        return pack(run, work)
+
+    monkeypatch.setattr(quantize_layer, "pack", failing)
+    job = tiny_job(model, tmp_path / "failing")
+    with layers_run() as ran:
+        if isinstance(error, ValueError):
+            with pytest.raises(ValueError, match="broken weights"):
+                quantize_model(job)
+            assert ran == [0, 1]
+            return
+        quantize_model(job)
+    assert ran == [0, 1, 1, 2]
+    assert contents(job.output) == contents(whole.output)
+
+
+def test_fallbacks_are_named_in_the_report_and_the_log(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(hessian: Any, config: Any) -> Any:
+        raise quantize_shard.HessianError("too few distinct tokens")
+
+    monkeypatch.setattr(quantize_shard.gptq, "factor_hessian", failing)
+    report = quantize_model(tiny_job(model, tmp_path))
+    assert report.fallbacks == 7 * LAYERS
+    assert report.layers[0].fallbacks[0].fallback == "too few distinct tokens"
+    assert "`model.layers.0.self_attn.q_proj` was rounded to nearest: too few distinct tokens" in caplog.text
+
+
+def test_telemetry_tells_placement_and_no_contents_and_changes_no_byte(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quiet = tiny_job(model, tmp_path / "quiet")
+    quantize_model(quiet)
+    assert "telemetry" not in caplog.text
+    job = tiny_job(model, tmp_path / "told").model_copy(update={"telemetry": TelemetryConfig(device=True)})
+    quantize_model(job)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("telemetry ")]
+    assert {line.split()[1] for line in lines} >= {"preparation", "capture", "commit"}
+    assert '{"hidden": [{"count": 3, "device": "cpu", "dtype": "torch.bfloat16", "shape": [2, 24, 64]}]}' in caplog.text
+    assert max(len(line) for line in lines) < 500
+    assert contents(job.output) == contents(quiet.output)
+
+
+def test_an_event_that_cannot_be_sent_is_a_warning_and_the_run_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(**_: Any) -> None:
+        raise ConnectionError("no events today")
+
+    monkeypatch.setattr(telemetry, "emit_event", failing)
+    assert quantize_model(tiny_job(model, tmp_path)).status == "done"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("prefect-quantize.checkpoint.published was not sent: no events today" in line for line in warnings)
+
+
+def test_events_name_what_happened_to_the_checkpoint(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(telemetry, "emit_event", lambda event, **_: names.append(event.rpartition(".")[2]))
+    job = tiny_job(model, tmp_path)
+    quantize_model(job)
+    assert names == ["published"] * LAYERS
+    names.clear()
+    quantize_model(tiny_job(model, tmp_path, output="again"))
+    assert names == ["restored"]
+    names.clear()
+    with pytest.raises(Exception, match="belongs to another job"):
+        quantize_model(tiny_job(model, tmp_path, output="third", quantization=GPTQConfig(group_size=64)))
+    assert names == ["rejected"]
+
+
+def test_a_root_that_another_writer_holds_is_refused_before_any_layer(model: Path, tmp_path: Path) -> None:
+    job = tiny_job(model, tmp_path)
+    with layers_run() as ran, CheckpointStore.open(Path(job.checkpoint.path)), pytest.raises(StoreLocked, match="open"):
+        quantize_model(job)
+    assert ran == []
+
+
+def test_nothing_of_a_run_is_left_in_the_process(model: Path, tmp_path: Path) -> None:
+    quantize_model(tiny_job(model, tmp_path))
+    for current in (running.current, session.current):
+        with pytest.raises(RuntimeError):
+            current()
+    assert layer_task_states(last_flow_run().id) == ["Completed"] * LAYERS

@@ -1,0 +1,95 @@
+"""A real process is killed with SIGKILL at every kind of moment; the run after it must not show that anything happened."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.settings import PREFECT_API_URL
+
+from checkpoint_store.errors import CheckpointStopped
+from flows.quantize_model import quantize_model
+from tasks.job import QuantizationJob
+from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
+from tests.tiny_models import write_tiny_llama
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+PROCESS = Path(__file__).with_name("flow_process.py")
+LIMIT_SECONDS = 240
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory, prefect_server: None) -> dict[str, str]:
+    """Digests of the output of a run that nothing disturbed."""
+    job = tiny_job(model, tmp_path_factory.mktemp("uninterrupted"))
+    quantize_model(job)
+    return contents(job.output)
+
+
+def start(job: QuantizationJob, moment: str, **options: Any) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(PROCESS), job.model_dump_json(), moment]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("moment", "published"),
+    [
+        ("inside a layer", 1),
+        ("between object and manifest", 1),
+        ("between manifest and CURRENT", 1),
+        ("during export", LAYERS),
+    ],
+)
+def test_a_run_after_a_kill_gives_the_bytes_of_an_uninterrupted_one(
+    moment: str, published: int, model: Path, tmp_path: Path, uninterrupted: dict[str, str]
+) -> None:
+    job = tiny_job(model, tmp_path)
+    killed = start(job, moment)
+    output, _ = killed.communicate(timeout=LIMIT_SECONDS)
+    assert killed.returncode == -signal.SIGKILL, output
+    assert not Path(job.output).exists()
+
+    with layers_run() as ran:
+        report = quantize_model(job)
+
+    assert report.resumed_from == published
+    assert ran == list(range(published, LAYERS)), "a published layer ran twice, or an unpublished one did not"
+    states = layer_task_states(last_flow_run().id)
+    assert states == ["Cached"] * published + ["Completed"] * (LAYERS - published)
+    assert contents(job.output) == uninterrupted
+    assert list(Path(job.output).parent.glob(".output.partial-*")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_process_group_publishes_the_layer_in_work_and_raises_checkpoint_stopped(
+    number: int, model: Path, tmp_path: Path, uninterrupted: dict[str, str]
+) -> None:
+    job = tiny_job(model, tmp_path, interval="layer:100")
+    process = start(job, "never", start_new_session=True)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("layer 0"):
+            os.killpg(process.pid, number)
+            break
+    rest, _ = process.communicate(timeout=LIMIT_SECONDS)
+    text = "".join(lines) + rest
+    assert process.returncode == 1 and CheckpointStopped.__name__ in text, text
+    assert "1 of 3 layers published" in text, text
+
+    with layers_run() as ran:
+        report = quantize_model(job)
+    assert (report.resumed_from, ran) == (1, [1, 2])
+    assert contents(job.output) == uninterrupted
