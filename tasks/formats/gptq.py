@@ -48,6 +48,7 @@ def pack(
     float16 can't hold, and a zero point that the layout can't.
     """
     out_features, in_features = rows.codes_NK.shape
+    assert int(rows.codes_NK.max()) < 2**bits, f"`{name}` has codes wider than {bits} bits"
     shape_problems = _shape_problems(name, in_features, out_features, bits)
     if shape_problems:
         raise ValueError("; ".join(shape_problems))
