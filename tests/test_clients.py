@@ -13,14 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from client_environment import client_python
-from packed_models import write_packed
 from safetensors.torch import load_file
-from tiny_models import write_tiny_llama
 from torch import Tensor
 
+from checkpoint_store.config import CheckpointConfig
+from flows.demo import CALIBRATION_TEXT
+from flows.demo_model import demo_model
+from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
-from tasks.job import GPTQConfig, RTNConfig
+from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig
+from tests.client_environment import client_python
+from tests.packed_models import write_packed
+from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +111,11 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
+def assert_no_keys_astray(loaded: Loaded) -> None:
+    assert loaded.answer["missing"] == []
+    assert loaded.answer["unexpected"] == []
+
+
 def assert_replaced(loaded: Loaded, layers: int) -> None:
     assert len(loaded.answer["classes"]) == 7 * layers
     assert set(loaded.answer["classes"].values()) == {CLIENT_CLASS}
@@ -145,8 +154,7 @@ def through_gptqmodel(exports, tmp_path_factory) -> dict[str, Loaded]:
 @pytest.mark.parametrize("name", EXPORTS)
 def test_transformers_computes_what_our_export_says(through_transformers, name):
     loaded = through_transformers[name]
-    assert loaded.answer["missing"] == []
-    assert loaded.answer["unexpected"] == []
+    assert_no_keys_astray(loaded)
     assert_replaced(loaded, layers=2)
     assert relative_error(loaded.logits["loaded"], loaded.expected) < LOADED_TOLERANCE
     assert_same_logits(loaded)
@@ -157,4 +165,32 @@ def test_gptqmodel_computes_what_our_export_says(through_gptqmodel, name):
     loaded = through_gptqmodel[name]
     assert_replaced(loaded, layers=2)
     assert relative_error(loaded.logits["loaded"], loaded.expected) < HALF_TOLERANCE
+    assert_same_logits(loaded)
+
+
+@pytest.fixture(scope="module")
+def smollm2_export(tmp_path_factory) -> Path:
+    """SmolLM2-135M through the whole flow: 4 bit GPTQ, groups of 64."""
+    place = tmp_path_factory.mktemp("smollm2")
+    report = quantize_model(
+        QuantizationJob(
+            model=str(demo_model(print)),
+            output=str(place / "export"),
+            quantization=GPTQConfig(group_size=64),
+            calibration=CalibrationConfig(data=str(CALIBRATION_TEXT), samples=4, sequence_length=256),
+            checkpoint=CheckpointConfig(path=str(place / "checkpoint")),
+        )
+    )
+    return Path(report.output)
+
+
+@pytest.mark.parametrize("loader", ["transformers", "gptqmodel"])
+def test_a_real_model_that_ran_through_the_flow_loads_and_computes_what_it_says(loader, smollm2_export, tmp_path):
+    loaded = ask_client(loader, {"smollm2": smollm2_export}, tmp_path)["smollm2"]
+    if loader == "transformers":
+        assert_no_keys_astray(loaded)
+    assert_replaced(loaded, layers=30)
+    tolerance = LOADED_TOLERANCE if loader == "transformers" else HALF_TOLERANCE
+    assert relative_error(loaded.logits["loaded"], loaded.expected) < tolerance
+    assert torch.equal(loaded.logits["loaded"].argmax(-1), loaded.expected.argmax(-1))
     assert_same_logits(loaded)
