@@ -22,7 +22,7 @@ from checkpoint_store.generations import Current, Entry, Manifest, encode_curren
 from checkpoint_store.lock import Attempt, ReadersLock, WriterLock, refuse_network_file_system
 from checkpoint_store.objects import Counters, ObjectRef, Payload, map_verified, verify_objects, write_object
 from checkpoint_store.published import Generation, Pinned
-from checkpoint_store.root import CURRENT, Root
+from checkpoint_store.root import CURRENT, GENERATIONS, OBJECTS, Root
 
 KEEP_LAST_MOST = 256
 # Left free beside an object: its generation's manifest, CURRENT and the directories' own growth.
@@ -68,6 +68,8 @@ class CheckpointStore:
         self._entries: tuple[Entry, ...] = ()
         self._raw_current: bytes | None = None
         self.spare_because: str | None = None
+        # What lay here when this store went on from the spare: the lost CURRENT may have named it.
+        self._found_with_spare: frozenset[str] = frozenset()
         self._root = self._open_root(allow_network_filesystem)
         try:
             if mode == "write":
@@ -131,6 +133,8 @@ class CheckpointStore:
         root.make_readers_lock()
         root.sync()
         self._read_pointer(root_id)
+        if self.spare_because is not None:
+            self._found_with_spare = frozenset(root.names(OBJECTS) + root.names(GENERATIONS))
 
     def _read_pointer(self, root_id: str | None) -> None:
         if root_id is None:
@@ -411,11 +415,12 @@ class CheckpointStore:
         with self._guard:
             if self.spare_because is not None:
                 return SweepReport(deferred=f"CURRENT is lost until the next publish ({self.spare_because})")
-            keep_objects = set(self._staged)
+            keep_objects = self._staged.keys() | self._found_with_spare
             for entry in self._entries:
                 try:
                     keep_objects.update(ref.sha256 for ref in self._load(entry).objects)
                 except CheckpointDamaged as error:
                     return SweepReport(deferred=f"a retained generation cannot be verified ({error})")
             own = self._attempt.name if self._attempt else None
-            return collect(self._root, keep_objects, {entry.manifest for entry in self._entries}, own)
+            keep_manifests = {entry.manifest for entry in self._entries} | self._found_with_spare
+            return collect(self._root, keep_objects, keep_manifests, own)
