@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -14,8 +13,6 @@ from checkpoint_store.errors import CheckpointDamaged, CheckpointError
 from checkpoint_store.failures import reading
 
 OBJECT_NAME = re.compile(r"[0-9a-f]{64}")
-# A write is at most so many views ahead of its hash, so that a payload made on the fly does not pile up in memory.
-_VIEWS_AHEAD = 8
 _VERIFY_WINDOW_BYTES = 16 << 20
 _PARALLEL_FROM_BYTES = 64 << 20
 
@@ -31,7 +28,7 @@ class ObjectRef:
 
 
 class Payload(Protocol):
-    """Bytes to store, as contiguous pieces of memory that are already there."""
+    """Bytes to store, as contiguous pieces of memory that are there already and stay until they are written."""
 
     @property
     def size(self) -> int: ...
@@ -75,18 +72,13 @@ def write_object(
         try:
             disk.allocate(file, payload.size)
             sha256, written = _write_and_hash(disk, file, payload)
-            counters.bytes_written += written
-            counters.bytes_hashed += written
-            if not written == payload.size == disk.size(file):
-                raise CheckpointError(
-                    f"a payload promised {payload.size} bytes and gave {written}: it changed while it was written"
-                )
-            disk.sync(file)
         except Exception:
             with suppress(OSError):  # the first error is the one to tell
                 disk.close(file)
             raise
         disk.close(file)
+        counters.bytes_written += written
+        counters.bytes_hashed += written
         disk.rename(attempt, temporary, objects, sha256)
     except Exception:
         with suppress(OSError):  # as above; the sweep removes what is left
@@ -96,24 +88,32 @@ def write_object(
 
 
 def _write_and_hash(disk: Disk, file: int, payload: Payload) -> tuple[str, int]:
+    """Write and sync all of `payload`, and hash the same memory meanwhile in a second thread, which waits for nothing.
+
+    Both release the GIL. The sync starts as soon as the last piece is written, however far the hash is: on a fast disk
+    the whole then takes as long as the hash, on a slow one as long as the disk.
+    """
     hasher, written = hashlib.sha256(), 0
-    if payload.size <= WRITE_VIEW_BYTES:
+    second = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash") if payload.size > WRITE_VIEW_BYTES else None
+    hashed: list[Future[None]] = []
+    try:
         for piece in _pieces(payload):
-            hasher.update(piece)
+            if second is None:
+                hasher.update(piece)
+            else:
+                hashed.append(second.submit(hasher.update, piece))
             disk.write(file, piece)
             written += len(piece)
-        return hasher.hexdigest(), written
-    # Both calls release the GIL, so that the hash hides behind the disk.
-    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash") as second:
-        behind: deque[Future[None]] = deque()
-        for piece in _pieces(payload):
-            behind.append(second.submit(hasher.update, piece))
-            disk.write(file, piece)
-            written += len(piece)
-            if len(behind) > _VIEWS_AHEAD:
-                behind.popleft().result()
-        for rest in behind:
-            rest.result()
+        if not written == payload.size == disk.size(file):
+            raise CheckpointError(
+                f"a payload promised {payload.size} bytes and gave {written}: it changed while it was written"
+            )
+        disk.sync(file)
+        for piece_hashed in hashed:
+            piece_hashed.result()
+    finally:
+        if second is not None:
+            second.shutdown(cancel_futures=True)
     return hasher.hexdigest(), written
 
 

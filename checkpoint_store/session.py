@@ -5,6 +5,7 @@ Reached through `current()`, never by importing the session itself: a flow that 
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -354,14 +355,20 @@ def _refuse_missing(root: Path) -> None:
 
 
 def _refuse_progress(store: CheckpointStore, own_run_id: str | None) -> None:
-    generations = store.generations()
-    if not generations:
+    if not store.generations():
         return
-    if own_run_id is not None and generations[0].run_id == own_run_id:
+    if own_run_id is not None and _newest_run_id(store) == own_run_id:
         return
     raise CheckpointExists(
         f"resume=never and `{store.path}` holds a published checkpoint; use a new path, or resume=auto to go on from it"
     )
+
+
+def _newest_run_id(store: CheckpointStore) -> str | None:
+    for generation in store.generations():
+        with suppress(CheckpointDamaged):  # told, and fallen back from, when the generation is pinned
+            return generation.run_id
+    return None
 
 
 def mismatch_message(root: Path, lines: Sequence[str]) -> str:

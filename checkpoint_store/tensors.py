@@ -99,22 +99,12 @@ def tensors_from(view: memoryview) -> dict[str, Tensor]:
     header_size, entries = _parse_header(view)
     if view.readonly:  # only a view that is no mapping; torch has no read-only tensors
         view = memoryview(bytearray(view))
-    tensors, position = {}, 0
-    for start, end, name, dtype, shape in entries:
-        if start != position:
-            raise CheckpointDamaged(
-                f"safetensors header is damaged: data of `{name}` starts at {start}, not {position}"
-            )
-        position = end
-        count = math.prod(shape)
-        offset = 8 + header_size + start
-        # frombuffer takes no empty range, and an offset that is no multiple of the element's size is valid for it.
+    tensors = {}
+    for start, _, name, dtype, shape in entries:
+        count, offset = math.prod(shape), 8 + header_size + start
+        # frombuffer takes no empty range; an offset that is no multiple of the element's size is fine with it.
         flat = torch.frombuffer(view, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
         tensors[name] = flat.reshape(shape)
-    if 8 + header_size + position != len(view):
-        raise CheckpointDamaged(
-            f"safetensors header is damaged: it tells of {8 + header_size + position} bytes, the object has {len(view)}"
-        )
     return tensors
 
 
@@ -129,7 +119,15 @@ def _parse_header(view: memoryview) -> tuple[int, list[tuple[int, int, str, torc
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("its metadata is not a map of texts")
-        return size, sorted((_parse_entry(name, item) for name, item in header.items()), key=lambda entry: entry[:3])
+        entries = sorted((_parse_entry(name, item) for name, item in header.items()), key=lambda entry: entry[:3])
+        position = 8 + size
+        for start, end, name, _, _ in entries:
+            if 8 + size + start != position:
+                raise ValueError(f"the data of `{name}` does not start where the data before it ends")
+            position = 8 + size + end
+        if position != len(view):
+            raise ValueError(f"it tells of {position} bytes and the object has {len(view)}")
+        return size, entries
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"safetensors header is damaged: {error}") from error
 
@@ -142,6 +140,8 @@ def _parse_entry(name: str, item: Any) -> tuple[int, int, str, torch.dtype, list
         raise ValueError(f"`{name}` has an unknown type")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"`{name}` has a shape or offsets that are not sizes")
+    if math.prod(size for size in shape if size) >= 2**63:
+        raise ValueError(f"`{name}` has a shape that no memory holds")
     start, end = offsets
     if end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
         raise ValueError(f"`{name}` has {end - start} bytes, which its shape and type do not need")

@@ -6,6 +6,7 @@ may be, 82 written by a newer format, 130 interrupted before there was anything 
 """
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 75, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return its exit code; only this function reads the command line."""
     arguments = _parser().parse_args(argv)
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # Prefect's usage data; a run here talks to no one
     try:
         return int(arguments.command(arguments))
     except (Exception, KeyboardInterrupt) as error:
@@ -50,7 +52,7 @@ def _told(error: Exception | KeyboardInterrupt) -> tuple[int, str]:
         return EXIT_FAILED, str(error)
     return (
         EXIT_FAILED,
-        f"{type(error).__name__}: {error} (--verbose shows where; the same command goes on from the last checkpoint)",
+        f"{type(error).__name__}: {error} (--verbose shows where; what was published stays)",
     )
 
 

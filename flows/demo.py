@@ -68,14 +68,17 @@ def _model(model: Path | None, layers: int | None, say: Callable[[str], None]) -
 
 
 def _measured(model: Path, tokenizer_from: Path) -> dict[str, Any]:
-    from tasks.evaluate import generate, perplexity
+    import torch
     from transformers import AutoTokenizer
 
+    from tasks.evaluate import dense_model, generate, perplexity
+
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_from)
-    tokens = tokenizer(HELD_OUT_TEXT.read_text()).input_ids[:HELD_OUT_TOKENS]
+    held_out_T = torch.tensor(tokenizer(HELD_OUT_TEXT.read_text()).input_ids[:HELD_OUT_TOKENS])
+    loaded = dense_model(model)
     return {
-        "perplexity": perplexity(model, tokens),
-        "sentence": generate(model, PROMPT, max_new_tokens=NEW_TOKENS),
+        "perplexity": perplexity(loaded, held_out_T, window=SEQUENCE_LENGTH),
+        "sentence": PROMPT + generate(loaded, tokenizer, PROMPT, tokens=NEW_TOKENS),
     }
 
 

@@ -5,7 +5,9 @@ safetensors, and kept in the user's cache. Every directory here is made beside i
 no half model under the final name.
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -48,15 +50,20 @@ def shortened(model: Path, layers: int, cache: Path | None = None) -> Path:
         raise DemoUnavailable(f"--layers {layers}: `{model}` has {total} layers; choose 1 to {total}")
     if layers == total:
         return model
+    cache = cache or cache_directory()
     files = sorted(model.glob("*.safetensors"))
-    state = [
-        (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in [model / "config.json", *files]
-    ]
-    digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:8]
-    target = (cache or cache_directory()) / f"{model.name}-{layers}-layers-{digest}"
+    name = f"{model.name}-{layers}-layers"
+    if model != cache / MODEL_NAME:  # a model of the user's may change in place
+        name += f"-{_fingerprint([model / 'config.json', *files])}"
+    target = cache / name
     if target.is_dir():
         return target
     return _made_beside(target, lambda building: _cut(model, files, config | {"num_hidden_layers": layers}, building))
+
+
+def _fingerprint(files: list[Path]) -> str:
+    state = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:8]
 
 
 def _made_beside(target: Path, make: Callable[[Path], None]) -> Path:
@@ -108,9 +115,12 @@ def _convert(gguf: Path, target: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
+    with contextlib.redirect_stderr(
+        io.StringIO()
+    ):  # the GGUF reader's own bar can't be switched off; errors are raised
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        )
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
 

@@ -65,11 +65,18 @@ def embedded_server(
         if while_starting is not None:
             while_starting()
         server.wait_until_ready(timeout_seconds)
-        with temporary_settings({PREFECT_API_URL: server.api_url}):
+        with temporary_settings({PREFECT_API_URL: server.api_url}), _for_new_threads():
             try:
                 yield server.api_url
             finally:
                 _deliver_logs_and_events()
+
+
+def _for_new_threads() -> contextlib.AbstractContextManager[None]:
+    """Settings are a context variable: a thread that starts without a copy of it would start Prefect's own server."""
+    from prefect.context import _temporary_global_settings_context, get_settings_context
+
+    return _temporary_global_settings_context(get_settings_context())
 
 
 class _Server:

@@ -60,7 +60,10 @@ def source_problems(config: CalibrationConfig) -> list[str]:
     if path is None:
         return []
     if not os.path.exists(path):
-        return [f"calibration file `{path}` does not exist; name a .txt, .jsonl or .parquet file, or a dataset id"]
+        return [
+            f"calibration file `{path}` does not exist, or not for this user; name a .txt, .jsonl or .parquet file, "
+            f"or a dataset id"
+        ]
     if not _is_text(path) and path.suffix.lower() not in TABLE_SUFFIXES:
         return [
             f"calibration file `{path}` ends in `{path.suffix}`; a .txt, .jsonl or .parquet file is understood (unpack "

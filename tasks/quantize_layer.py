@@ -4,6 +4,7 @@ The task's record in the checkpoint is what makes a finished layer show as Cache
 that it cannot read as one that is not there, and would run the layer again: the first line of the task refuses that.
 """
 
+import traceback
 from typing import Any
 
 import torch
@@ -38,8 +39,11 @@ def is_device_error(task: Any, task_run: Any, state: State) -> bool:
     """Whether a failed layer may succeed when it is repeated: memory or a device was lost, nothing was wrong."""
     try:
         state.result(raise_on_failure=True)
-    except (torch.cuda.OutOfMemoryError, torch.AcceleratorError):
-        torch.cuda.empty_cache()
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        # The frames that failed still hold the tensors that filled the device.
+        traceback.clear_frames(error.__traceback__)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         return True
     except Exception:
         return False
@@ -66,6 +70,7 @@ def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> 
     packed = pack(run, work)
     scan(packed, name)
     ref = session.current().stage_layer(name, safetensors_payload(packed))
+    running.return_freed_memory()
     run.replace_hidden([work.outputs[batch] for batch in range(len(run.hidden))])
     return _receipt(run, work, key, ref.sha256, ref.size).model_dump(mode="json")
 

@@ -179,7 +179,8 @@ class _Shard:
             raise RuntimeError(
                 f"hidden states of batch {batch} changed on their way to {self.device}: the device or its memory is failing"
             )
-        hidden = hidden.to(self.dtype)
+        # A copy in any case: what a restored batch lies in is mapped read-only, and a retry needs it as it was.
+        hidden = hidden.to(self.dtype, copy=hidden is source)
         mask = self.run.calibration_batch(batch).attention_mask.to(self.device)
         return hidden, self.run.decoder.call_arguments(self.work.layer, hidden, mask)
 
@@ -221,6 +222,8 @@ class _Shard:
         if total is None or tokens == 0 or tokens < config.fallback_tokens * self.run.calibration_tokens:
             reason = f"{tokens} of {self.run.calibration_tokens} calibration tokens reached it"
         else:
+            # The peak of a layer: what the forward has freed must not lie under it.
+            running.return_freed_memory()
             try:
                 work.factor = gptq.factor_hessian(total.hessian(), config)
             except HessianError as error:

@@ -38,6 +38,11 @@ def listener(logger: Logger, root: Path, *, device: bool) -> Callable[[Checkpoin
     """What the session calls with each event: a Prefect event where there is one, a log line when `device` is on."""
 
     def on_event(event: CheckpointEvent) -> None:
+        if event.kind == "fell_back":
+            # The store has logged it too; what the flow logs is what an operator sees in the UI.
+            logger.error(
+                "the checkpoint at %s fell back: %s", root, json.dumps(event.detail, sort_keys=True, default=str)
+            )
         if event.kind in EVENT_NAMES:
             emit(logger, root, EVENT_NAMES[event.kind], event.detail)
         if device:

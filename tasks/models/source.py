@@ -125,9 +125,9 @@ def _placed(tensor: Tensor, device: str | torch.device, dtype: torch.dtype | Non
 
 def _directory(model: str) -> Path:
     path = Path(model).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, False below a directory that this user may not enter
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise SourceError(model, ["it is a file; name the directory that holds config.json and the safetensors files"])
     if not HUB_ID.fullmatch(model):
         raise SourceError(model, ["there is no such directory, and it is not a hub id (`name` or `owner/name`)"])

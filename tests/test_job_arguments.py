@@ -1,0 +1,115 @@
+"""The job's options on the command line: every field has one, and what can't be is refused by the option's name."""
+
+import argparse
+from typing import Any
+
+import pytest
+
+from checkpoint_store.config import CheckpointConfig
+from flows.job_arguments import METHODS, SECTIONS, UsageError, add_job_arguments, job_from
+from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig, TelemetryConfig
+
+
+def job_of(command: str) -> QuantizationJob:
+    parser = argparse.ArgumentParser()
+    add_job_arguments(parser)
+    return job_from(parser.parse_args(command.split()))
+
+
+def test_every_option_reaches_its_field() -> None:
+    job = job_of(
+        "MODEL --output OUT --method gptq --bits 3 --group-size 64 --asym --mse 2.4 --format gptq_v2 --desc-act "
+        "--static-groups --block-size 64 --damp-percent 0.1 --damp-increment 0.02 --fallback-tokens 0.01 "
+        "--calibration data.jsonl --split test --dataset-name en --column body --samples 32 --sequence-length 512 "
+        "--min-length 5 --batch-size 2 --concat-size 256 --concat-separator | --sort desc --checkpoint ROOT "
+        "--resume required --interval layer:3 --keep-last 4 --no-strict-device-check --allow-network-filesystem "
+        "--telemetry --devices cpu,cpu --offload-directory SCRATCH --seed 7"
+    )
+    assert job == QuantizationJob(
+        model="MODEL",
+        output="OUT",
+        quantization=GPTQConfig(
+            bits=3,
+            group_size=64,
+            sym=False,
+            mse=2.4,
+            checkpoint_format="gptq_v2",
+            desc_act=True,
+            static_groups=True,
+            block_size=64,
+            damp_percent=0.1,
+            damp_increment=0.02,
+            fallback_tokens=0.01,
+        ),
+        calibration=CalibrationConfig(
+            data="data.jsonl",
+            split="test",
+            name="en",
+            column="body",
+            samples=32,
+            sequence_length=512,
+            min_length=5,
+            batch_size=2,
+            concat_size=256,
+            concat_separator="|",
+            sort="desc",
+        ),
+        checkpoint=CheckpointConfig(
+            path="ROOT",
+            resume="required",
+            interval="layer:3",
+            keep_last=4,
+            strict_device_check=False,
+            allow_network_filesystem=True,
+        ),
+        telemetry=TelemetryConfig(device=True),
+        devices=("cpu", "cpu"),
+        offload_directory="SCRATCH",
+        seed=7,
+    )
+
+
+def test_no_field_of_the_job_lacks_an_option() -> None:
+    parser = argparse.ArgumentParser()
+    add_job_arguments(parser)
+    reachable = {action.dest for action in parser._actions}
+    methods = {f"quantization.{name}" for model in METHODS.values() for name in model.model_fields if name != "method"}
+    others = {f"{section}.{name}" for section, model in SECTIONS.items() for name in model.model_fields}
+    whole = {"model", "output", ".devices", ".offload_directory", ".seed"}
+    assert methods | others | whole <= reachable
+    assert set(QuantizationJob.model_fields) == {name.lstrip(".") for name in whole} | set(SECTIONS) | {"quantization"}
+
+
+def test_options_that_are_not_given_leave_the_defaults() -> None:
+    assert job_of("MODEL --output OUT") == QuantizationJob(model="MODEL", output="OUT")
+    assert job_of("MODEL --output OUT --method rtn").quantization == RTNConfig()
+    assert job_of("MODEL --output OUT --sym --act-group-aware").quantization == GPTQConfig(act_group_aware=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--method rtn --desc-act", "--desc-act does not apply to method `rtn`"),
+        ("--keep-last 1", "--keep-last 1"),
+        ("--interval hourly", "--interval: interval `hourly` is not understood"),
+        ("--group-size 0", "group_size 0 is not a size"),
+        ("--desc-act --act-group-aware", "two orders of one thing"),
+        ("--damp-percent 1.5", "--damp-percent 1.5"),
+        ("--calibration x --samples 0", "--samples 0"),
+        ("--samples 4", "--samples says how to read calibration data, and none is given"),
+        ("--seed -1", "--seed -1"),
+        ("--devices cpu,", "--devices: devices is empty"),
+    ],
+)
+def test_what_can_not_be_is_refused_by_its_option(options: str, words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        job_of(f"MODEL --output OUT {options}")
+    assert words in str(refused.value)
+
+
+def test_an_unknown_method_is_told_with_the_supported_ones(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        job_of("MODEL --output OUT --method awq-next")
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert all(method in told for method in METHODS)
