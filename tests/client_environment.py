@@ -7,13 +7,14 @@ what is missing there is installed, which takes half a minute and 100 MB.
 
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 from importlib.metadata import distributions
 from pathlib import Path
+
+from flows.demo_model import cache_directory
 
 INSTALL_SECONDS = 900
 REQUIREMENTS = Path(__file__).parent / "clients" / "requirements.txt"
@@ -24,7 +25,7 @@ def client_python(requirements: Path = REQUIREMENTS) -> Path:
 
     RuntimeError with pip's words when it can't be made. Concurrent callers wait for the first.
     """
-    root = Path(os.environ.get("PREFECT_QUANTIZE_TEST_CACHE", "~/.cache/prefect-quantize/test-clients")).expanduser()
+    root = cache_directory() / "test-clients"
     root.mkdir(parents=True, exist_ok=True)
     directory = root / _key(requirements)
     python = directory / "bin" / "python"

@@ -13,14 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from client_environment import client_python
-from packed_models import write_packed
 from safetensors.torch import load_file
-from tiny_models import write_tiny_llama
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from checkpoint_store.config import CheckpointConfig
+from flows.demo import CALIBRATION_TEXT, HELD_OUT_TEXT
+from flows.demo_model import demo_model
+from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
-from tasks.job import GPTQConfig, RTNConfig
+from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig
+from tests.client_environment import client_python
+from tests.packed_models import write_packed
+from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -79,9 +84,8 @@ class Loaded:
     expected: Tensor
 
 
-def ask_client(loader: str, exports: dict[str, Path], scratch: Path) -> dict[str, Loaded]:
+def ask_client(loader: str, exports: dict[str, Path], input_ids: list[list[int]], scratch: Path) -> dict[str, Loaded]:
     """Load all `exports` with one process of the client; by name."""
-    input_ids = [[(7 * i + 3) % 256 for i in range(32)], [(11 * i + 5) % 256 for i in range(32)]]
     models = {
         str(path): {"input_ids": input_ids, "logits": str(scratch / f"{name}.safetensors")}
         for name, path in exports.items()
@@ -107,6 +111,11 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
+def assert_no_keys_astray(loaded: Loaded) -> None:
+    assert loaded.answer["missing"] == []
+    assert loaded.answer["unexpected"] == []
+
+
 def assert_replaced(loaded: Loaded, layers: int) -> None:
     assert len(loaded.answer["classes"]) == 7 * layers
     assert set(loaded.answer["classes"].values()) == {CLIENT_CLASS}
@@ -115,6 +124,9 @@ def assert_replaced(loaded: Loaded, layers: int) -> None:
 def assert_same_logits(loaded: Loaded) -> None:
     assert relative_error(loaded.logits["widened"], loaded.expected) < WIDENED_TOLERANCE
     assert torch.equal(loaded.logits["widened"].argmax(-1), loaded.expected.argmax(-1))
+
+
+TINY_IDS = [[(7 * i + 3) % 256 for i in range(32)], [(11 * i + 5) % 256 for i in range(32)]]
 
 
 @pytest.fixture(scope="module")
@@ -134,19 +146,18 @@ def exports(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def through_transformers(exports, tmp_path_factory) -> dict[str, Loaded]:
-    return ask_client("transformers", exports, tmp_path_factory.mktemp("transformers"))
+    return ask_client("transformers", exports, TINY_IDS, tmp_path_factory.mktemp("transformers"))
 
 
 @pytest.fixture(scope="module")
 def through_gptqmodel(exports, tmp_path_factory) -> dict[str, Loaded]:
-    return ask_client("gptqmodel", exports, tmp_path_factory.mktemp("gptqmodel"))
+    return ask_client("gptqmodel", exports, TINY_IDS, tmp_path_factory.mktemp("gptqmodel"))
 
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_transformers_computes_what_our_export_says(through_transformers, name):
     loaded = through_transformers[name]
-    assert loaded.answer["missing"] == []
-    assert loaded.answer["unexpected"] == []
+    assert_no_keys_astray(loaded)
     assert_replaced(loaded, layers=2)
     assert relative_error(loaded.logits["loaded"], loaded.expected) < LOADED_TOLERANCE
     assert_same_logits(loaded)
@@ -158,3 +169,33 @@ def test_gptqmodel_computes_what_our_export_says(through_gptqmodel, name):
     assert_replaced(loaded, layers=2)
     assert relative_error(loaded.logits["loaded"], loaded.expected) < HALF_TOLERANCE
     assert_same_logits(loaded)
+
+
+@pytest.fixture(scope="module")
+def smollm2_export(tmp_path_factory) -> Path:
+    """SmolLM2-135M through the whole flow: 4 bit GPTQ, groups of 64."""
+    place = tmp_path_factory.mktemp("smollm2")
+    report = quantize_model(
+        QuantizationJob(
+            model=str(demo_model(print)),
+            output=str(place / "export"),
+            quantization=GPTQConfig(group_size=64),
+            calibration=CalibrationConfig(data=str(CALIBRATION_TEXT), samples=4, sequence_length=256),
+            checkpoint=CheckpointConfig(path=str(place / "checkpoint")),
+        )
+    )
+    return Path(report.output)
+
+
+@pytest.mark.parametrize("loader", ["transformers", "gptqmodel"])
+def test_a_real_model_that_ran_through_the_flow_loads_and_computes_what_it_says(loader, smollm2_export, tmp_path):
+    text_ids = AutoTokenizer.from_pretrained(smollm2_export)(HELD_OUT_TEXT.read_text()[:2000])["input_ids"][:64]
+    loaded = ask_client(loader, {"smollm2": smollm2_export}, [text_ids], tmp_path)["smollm2"]
+    assert_replaced(loaded, layers=30)
+    assert_same_logits(loaded)
+    if loader == "transformers":
+        assert_no_keys_astray(loaded)
+        assert relative_error(loaded.logits["loaded"], loaded.expected) < LOADED_TOLERANCE
+        assert torch.equal(loaded.logits["loaded"].argmax(-1), loaded.expected.argmax(-1))
+    else:
+        assert relative_error(loaded.logits["loaded"], loaded.expected) < HALF_TOLERANCE

@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-from packed_models import write_packed
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_tokenizer, write_tiny_llama
 from transformers import AutoModelForCausalLM
 
 from tasks.evaluate import dense_model, generate, mean_kl, perplexity
 from tasks.job import GPTQConfig, RTNConfig
+from tests.packed_models import write_packed
+from tests.tiny_models import tiny_tokenizer, write_tiny_llama
 
 IDS = torch.arange(3, 3 + 7 * 70, 7) % 320
 

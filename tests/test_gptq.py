@@ -146,21 +146,27 @@ def theirs_and_ours(name: str) -> tuple[QuantizedRows, QuantizedRows, float]:
     return theirs, ours, output_error(ours, weight_NK, x_TK) / output_error(theirs, weight_NK, x_TK)
 
 
-@pytest.mark.parametrize("name", THEIR_OPTIONS)
-def test_it_chooses_the_codes_of_another_program(name):
+@pytest.mark.parametrize("name", ["asym", "b2_asym_mse"])
+def test_it_chooses_the_codes_of_another_program_where_the_grids_are_alike(name):
     theirs, ours, ratio = theirs_and_ours(name)
-    assert torch.equal(ours.g_idx_K, theirs.g_idx_K)
-    assert torch.equal(ours.zeros_NG, theirs.zeros_NG) or "asym" in name
     # Theirs chooses codes before scales are rounded to float16, so that a few rows of twelve take another turn at one
-    # column, for better or worse; at 8 bits a step is so fine that most do, and ours are better.
-    assert (ours.codes_NK == theirs.codes_NK).all(dim=1).sum() >= (1 if name == "b8" else 8)
-    assert (ours.codes_NK == theirs.codes_NK).float().mean() > (0.85 if name == "b8" else 0.96)
+    # column, for better or worse.
+    assert (ours.codes_NK == theirs.codes_NK).all(dim=1).sum() >= 8
+    assert (ours.codes_NK == theirs.codes_NK).float().mean() > 0.96
     assert ratio < 1.05
 
 
-def test_over_all_options_it_is_as_good_as_another_program():
+@pytest.mark.parametrize("name", THEIR_OPTIONS)
+def test_columns_fall_into_the_groups_that_another_program_gives_them(name):
+    theirs, ours, ratio = theirs_and_ours(name)
+    assert torch.equal(ours.g_idx_K, theirs.g_idx_K)
+    assert torch.equal(ours.zeros_NG, theirs.zeros_NG) or "asym" in name
+    assert ratio < 1.05
+
+
+def test_over_all_options_it_beats_another_program_by_its_finer_symmetric_grid():
     ratios = torch.tensor([theirs_and_ours(name)[2] for name in THEIR_OPTIONS])
-    assert float(ratios.log().mean().exp()) < 1.005
+    assert float(ratios.log().mean().exp()) < 0.95
 
 
 @pytest.mark.parametrize("name", OPTIONS)

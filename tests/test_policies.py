@@ -289,18 +289,23 @@ def test_when_no_generation_is_whole_the_run_fails_and_deletes_nothing(
 
 
 def test_a_lost_current_is_replaced_by_the_spare_pointer_loudly(
-    whole: tuple[QuantizationJob, dict[str, str], Path], caplog: pytest.LogCaptureFixture
+    whole: tuple[QuantizationJob, dict[str, str], Path],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job, expected, root = whole
     before = digests(root)
     (root / "CURRENT").unlink()
+    at_the_first_layer: list[dict[str, bytes]] = []
+    check = module.check_replay
+    monkeypatch.setattr(module, "check_replay", lambda *args: (at_the_first_layer.append(digests(root)), check(*args)))
     caplog.clear()
     with layers_run() as ran:
         quantize_model(job)
     assert ran == [LAYERS - 1], "the spare pointer is one generation behind"
+    assert at_the_first_layer == [before], "nothing may be deleted while CURRENT is lost"
     assert contents(job.output) == expected
     assert any(record.levelno >= logging.ERROR and "CURRENT" in record.getMessage() for record in caplog.records)
-    assert before.keys() <= digests(root).keys()
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -3,8 +3,11 @@
 A row of weights is cut into groups of `group_size` input columns; each group has a float16 `scale` and an integer
 `zero`, and `weight ≈ scale * (code - zero)` with codes in 0 .. 2^bits - 1.
 
-* Symmetric: zero is 2^(bits-1) and the scale is 2 * max|w| / (2^bits - 1). The most negative weight lies inside the
-  grid and the most positive one overshoots its last code by half a step, so no weight is off by more than half a step.
+* Symmetric: zero is 2^(bits-1), so there is one code more below zero than above, and the step is the wider of
+  -min(w) / 2^(bits-1), which gives the most negative weight a code of its own, and max(w) / (2^(bits-1) - 1/2), which
+  leaves the most positive one half a step beyond the last code. Other programs take 2 * max|w| / (2^bits - 1) on both
+  sides. That is the same where the largest weight is positive; where it is negative, their step is wider for nothing, and
+  the weight falls on a tie between two codes that the rounding of the scale to float16 decides by chance.
 * Asymmetric: the grid spans min(w, 0) .. max(w, 0). Layout v1 stores zero - 1, and its readers disagree on what a
   stored -1 means, so for `checkpoint_format="gptq"` a zero of 0 is never chosen: such a group gets zero 1 and a step
   that is wider by one code. v2 has no such rule.
@@ -150,8 +153,9 @@ def find_grid(weight_RC: Tensor, config: GridConfig) -> tuple[Tensor, Tensor]:
     low_R, high_R = torch.aminmax(weight_RC, dim=1)
     low_R, high_R = low_R.clamp(max=0), high_R.clamp(min=0)
     if config.sym:
-        high_R = torch.maximum(-low_R, high_R)
-        low_R = -high_R
+        middle = 2 ** (config.bits - 1)
+        step_R = torch.maximum(torch.div(-low_R, middle), torch.div(high_R, middle - 0.5))
+        low_R, high_R = -middle * step_R, (middle - 1) * step_R
     is_zero_R = low_R == high_R
     low_R = low_R.masked_fill(is_zero_R, -1.0)
     high_R = high_R.masked_fill(is_zero_R, 1.0)

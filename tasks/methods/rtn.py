@@ -4,8 +4,9 @@ The baseline that every calibrated method has to beat, and what GPTQ falls back 
 calibration tokens reach, or whose Hessian will not factor. It needs no statistics and its rows do not depend on each
 other, so any split of the work gives the same codes.
 
-float32 whatever the weights' dtype; see grid.py for the grid and its traps. Agrees code for code with GPTQModel 7.7.0
-except where its scale, not yet rounded to float16, puts a weight on the other side of a rounding boundary.
+float32 whatever the weights' dtype; see grid.py for the grid and its traps. Agrees with GPTQModel 7.7.0 code for code on
+asymmetric grids and where a group's largest weight is positive, but for a few weights that its scale, not yet rounded to
+float16, puts on the other side of a rounding boundary; elsewhere the symmetric grid is finer than that program's.
 
 Shape suffixes: N out_features, K in_features, G groups.
 """

@@ -1,0 +1,138 @@
+"""What each method costs in quality: perplexity and mean KL of a quantized model, beside another quantizer's figures.
+
+    python benchmarks/quality.py MODEL [--directory DIR] [--json]
+
+MODEL is SmolLM2-135M-Instruct: the peer's figures hold for it alone. Every setting is quantized by the flow as a user's job
+would be, exported, read back and judged on the first four windows of 512 tokens of the LGPL 2.1, which Debian keeps in
+/usr/share/common-licenses; GPTQ looks at quality_calibration.jsonl, 32 excerpts of about 1,000 characters of other licence
+texts and of the documentation strings of Python's library. The peer is GPTQModel 7.7.0 on the same texts (torch 2.13.0 on
+the CPU, its defaults: group-aware order, damp_percent 0.05). The command fails when a setting loses to the peer.
+
+`--directory` keeps exports and checkpoints, so that an interrupted benchmark goes on where it was.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from checkpoint_store.config import CheckpointConfig
+from flows.quantize_model import quantize_model
+from tasks.evaluate import dense_model, mean_kl, perplexity
+from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig
+
+CALIBRATION = Path(__file__).with_name("quality_calibration.jsonl")
+HELD_OUT = Path("/usr/share/common-licenses/LGPL-2.1")
+WINDOW = 512
+WINDOWS = 4
+# A ratio of perplexities that 2,044 predicted tokens do not tell from 1.
+NOISE = 0.005
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the table; `peer` is GPTQModel's perplexity for the same, where it was measured."""
+
+    name: str
+    quantization: GPTQConfig | RTNConfig
+    peer: float | None = None
+
+
+SETTINGS = (
+    Setting("rtn 4 bit g64", RTNConfig(group_size=64), 27.757),
+    Setting("gptq 4 bit g64 group-aware", GPTQConfig(group_size=64, act_group_aware=True), 21.808),
+    Setting("gptq 4 bit g64", GPTQConfig(group_size=64)),
+    Setting("gptq 4 bit g32", GPTQConfig(group_size=32)),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of one setting."""
+
+    name: str
+    perplexity: float
+    kl: float | None
+    peer: float | None
+    seconds: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the peer's; under 1 is better."""
+        return None if self.peer is None else self.perplexity / self.peer
+
+    def row(self) -> str:
+        """A line of a Markdown table."""
+        cells = (self.name, self.perplexity, self.kl, self.peer, self.ratio, self.seconds)
+        return f"| {' | '.join(_shown(cell) for cell in cells)} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", type=Path, help="directory of SmolLM2-135M-Instruct")
+    parser.add_argument("--directory", type=Path, help="where exports and checkpoints are kept")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args()
+    if not HELD_OUT.is_file():
+        parser.error(f"{HELD_OUT} is not there; take it from Debian's package base-files")
+    if arguments.directory is not None:
+        results = measure(arguments.model, arguments.directory.absolute())
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            results = measure(arguments.model, Path(directory))
+    if arguments.json:
+        print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=2))
+    else:
+        print("| setting | perplexity | KL | peer | ratio | seconds |\n|---|---|---|---|---|---|")
+        print("\n".join(result.row() for result in results))
+    worse = [result.name for result in results if result.ratio is not None and result.ratio > 1 + NOISE]
+    if worse:
+        print(f"worse than the peer: {', '.join(worse)}", file=sys.stderr)
+    return 1 if worse else 0
+
+
+def measure(model: Path, directory: Path) -> list[Result]:
+    """Quantize with every setting below `directory` and judge the exports; the source comes first."""
+    input_ids = torch.tensor(AutoTokenizer.from_pretrained(model)(HELD_OUT.read_text())["input_ids"])
+    input_ids = input_ids[: WINDOWS * WINDOW]
+    source = dense_model(model)
+    results = [Result("source", perplexity(source, input_ids, WINDOW), None, None, None)]
+    for setting in SETTINGS:
+        report = quantize_model(job(model, directory / setting.name.replace(" ", "-"), setting))
+        exported = dense_model(report.output)
+        results.append(
+            Result(
+                setting.name,
+                perplexity(exported, input_ids, WINDOW),
+                mean_kl(source, exported, input_ids, WINDOW),
+                setting.peer,
+                report.seconds,
+            )
+        )
+    return results
+
+
+def job(model: Path, place: Path, setting: Setting) -> QuantizationJob:
+    """The job of one setting; its checkpoint and its export lie in `place`."""
+    return QuantizationJob(
+        model=str(model),
+        output=str(place / "export"),
+        quantization=setting.quantization,
+        calibration=CalibrationConfig(data=str(CALIBRATION), samples=32, sequence_length=WINDOW),
+        checkpoint=CheckpointConfig(path=str(place / "checkpoint")),
+    )
+
+
+def _shown(cell: str | float | None) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.4f}" if cell < 10 else f"{cell:.3f}"
+    return cell or ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
