@@ -62,7 +62,7 @@ class _LineHandler(logging.Handler):
         if record.pathname.startswith(_OUR_CODE):
             return True
         text = record.getMessage()
-        if "Cached" in text or text.startswith("View at"):
+        if text.startswith(("Finished in state Cached", "View at")):
             return True
         return record.levelno >= logging.WARNING and not record.exc_info and not text.startswith(_TOLD_BY_THE_COMMAND)
 
