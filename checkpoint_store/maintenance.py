@@ -1,5 +1,6 @@
 """What an operator asks of a checkpoint root: its status, a scrub, a sweep; only what is named for it writes."""
 
+import math
 import secrets
 import time
 from dataclasses import asdict, dataclass, field
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_store.disk import Disk
-from checkpoint_store.errors import CheckpointDamaged
+from checkpoint_store.errors import CheckpointDamaged, CheckpointMissing
 from checkpoint_store.failures import is_missing, reading, writing
 from checkpoint_store.garbage import SweepReport
 from checkpoint_store.generations import (
@@ -135,7 +136,7 @@ class VerifyReport:
 def verify(
     path: str | Path,
     *,
-    bytes_per_second: int | None = None,
+    bytes_per_second: float | None = None,
     quarantine: bool = False,
     allow_network_filesystem: bool = False,
     disk: Disk | None = None,
@@ -143,12 +144,13 @@ def verify(
     """Hash everything that the retained generations reach, at most at the given rate.
 
     With `quarantine` it takes the writer lock and moves damaged files to `quarantine/`; it deletes nothing. Raises
-    CheckpointDamaged when not even the root pointers can be read.
+    CheckpointDamaged when not even the root pointers can be read, CheckpointMissing where no root was ever made.
     """
-    if bytes_per_second is not None and bytes_per_second <= 0:
+    if bytes_per_second is not None and not 0 < bytes_per_second < math.inf:
         raise ValueError(f"a scrub at {bytes_per_second} bytes per second never ends; give a positive rate")
     started = time.monotonic()
     report = VerifyReport()
+    _refuse_absent(path, disk)
     with CheckpointStore.open(
         path,
         mode="write" if quarantine else "read",
@@ -231,4 +233,7 @@ def sweep(path: str | Path, *, allow_network_filesystem: bool = False, disk: Dis
 
 
 def _refuse_absent(path: str | Path, disk: Disk | None) -> None:
-    CheckpointStore.open(path, mode="read", disk=disk).close()
+    """CheckpointMissing unless a root was made at `path`: opening one to write would make it, in whatever lies there."""
+    with CheckpointStore.open(path, mode="read", disk=disk) as store:
+        if not store.root_id:
+            raise CheckpointMissing(f"`{path}` holds no checkpoint; name the directory that `--checkpoint` named")

@@ -104,7 +104,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    rate = None if arguments.rate is None else round(arguments.rate * 1e6)
+    rate = None if arguments.rate is None else arguments.rate * 1e6
     report = maintenance.verify(
         arguments.root,
         bytes_per_second=rate,

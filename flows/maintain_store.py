@@ -20,7 +20,7 @@ def maintain_store(
     Nothing is swept from a damaged root. A sweep that meets a reader is left for the next time.
     """
     logger = get_run_logger()
-    rate = None if megabytes_per_second is None else round(megabytes_per_second * 1e6)
+    rate = None if megabytes_per_second is None else megabytes_per_second * 1e6
     found = maintenance.verify(
         root, bytes_per_second=rate, quarantine=quarantine, allow_network_filesystem=allow_network_filesystem
     )

@@ -17,7 +17,7 @@ from tasks.calibration_sources import file_of
 from tasks.devices import DevicePool
 from tasks.formats import gptq as layout
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
-from tasks.models.decoder import SUPPORTED, Decoder
+from tasks.models.decoder import SUPPORTED, Decoder, is_supported
 from tasks.models.source import SourceError, SourceModel
 from tasks.places import REPORT_FILE, bytes_of_objects, occupied, overlaps, space_at, space_problems, unwritable
 from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
@@ -279,7 +279,7 @@ def _family_problems(model: str) -> list[str]:
         family = json.loads((Path(model).expanduser() / "config.json").read_bytes())["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # what is wrong with config.json was told when the source was opened
-    if family in SUPPORTED:
+    if is_supported(family):
         return []
     return [f"source `{model}`: its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}"]
 

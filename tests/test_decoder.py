@@ -268,6 +268,26 @@ def test_another_family_is_refused_by_name(tmp_path):
     assert problems_of(path) == ("its model_type is 'gpt2'; supported are: llama",)
 
 
+@pytest.mark.parametrize("family", [["llama"], {"llama": 1}, None, 3])
+def test_a_family_that_is_no_name_is_refused_like_another(tmp_path, family):
+    path = write_tiny_llama(tmp_path / "model")
+    change_config(path, model_type=family)
+    assert problems_of(path) == (f"its model_type is {family!r}; supported are: llama",)
+
+
+@pytest.mark.parametrize("value", [[1], "awq", {}])
+def test_a_quantized_source_is_refused_whatever_describes_it(tmp_path, value):
+    path = write_tiny_llama(tmp_path / "model")
+    change_config(path, quantization_config=value)
+    assert problems_of(path) == ("it is quantized already (unknown method); name the original model",)
+
+
+def test_a_quantization_config_of_null_is_none(tmp_path):
+    path = write_tiny_llama(tmp_path / "model")
+    change_config(path, quantization_config=None)
+    assert decoder_of(path).layer_count == 2
+
+
 def test_a_quantized_source_is_refused_by_name(tmp_path):
     path = write_tiny_llama(tmp_path / "model")
     change_config(path, quantization_config={"quant_method": "awq"})

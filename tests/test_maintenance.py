@@ -118,8 +118,9 @@ def test_a_scrub_keeps_to_its_rate(tmp_path):
     started = time.monotonic()
     assert verify(tmp_path, bytes_per_second=200_000).is_whole
     assert 0.4 < time.monotonic() - started < 5
-    with pytest.raises(ValueError, match="positive rate"):
-        verify(tmp_path, bytes_per_second=0)
+    for rate in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="positive rate"):
+            verify(tmp_path, bytes_per_second=rate)
 
 
 def test_quarantine_moves_what_is_damaged_aside_and_deletes_nothing(root):
@@ -163,6 +164,21 @@ def test_sweep_removes_orphans_and_makes_no_root(root, tmp_path):
     with pytest.raises(CheckpointMissing):
         sweep(tmp_path / "absent")
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("tool", [verify, sweep, lambda path: verify(path, quarantine=True)])
+def test_a_directory_that_is_no_root_is_neither_called_whole_nor_made_one(tmp_path, tool):
+    (tmp_path / "model.safetensors").write_bytes(b"somebody's model")
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointMissing, match="no checkpoint"):
+        tool(tmp_path)
+    assert tree(tmp_path) == before
+
+
+def test_a_root_in_which_nothing_is_published_yet_is_whole(tmp_path):
+    CheckpointStore.open(tmp_path / "root").close()
+    assert verify(tmp_path / "root").is_whole
+    assert sweep(tmp_path / "root").objects == 0
 
 
 # Recovery

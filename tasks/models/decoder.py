@@ -25,6 +25,11 @@ from tasks.models.tensor_check import tensor_problems
 SUPPORTED = frozenset({"llama"})
 
 
+def is_supported(model_type: object) -> bool:
+    """Whether a config.json with this `model_type`, which may be anything, is of a family that is known here."""
+    return isinstance(model_type, str) and model_type in SUPPORTED
+
+
 class _LayerReached(Exception):
     """Carries what the model's own forward called a layer with."""
 
@@ -104,12 +109,13 @@ class Decoder:
         unexpected or of another shape; all in one list.
         """
         family = source.config.get("model_type")
-        if family not in SUPPORTED:
+        if not is_supported(family):
             raise SourceError(
                 source.path, [f"its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}"]
             )
-        if "quantization_config" in source.config:
-            method = (source.config["quantization_config"] or {}).get("quant_method", "unknown method")
+        if (described := source.config.get("quantization_config")) is not None:
+            method = described.get("quant_method") if isinstance(described, dict) else None
+            method = method or "unknown method"
             raise SourceError(source.path, [f"it is quantized already ({method}); name the original model"])
         try:
             config = AutoConfig.from_pretrained(source.path)
