@@ -45,8 +45,8 @@ class Setting:
 
 SETTINGS = (
     Setting("rtn 4 bit g64", RTNConfig(group_size=64), 27.757),
-    Setting("gptq 4 bit g64 group-aware", GPTQConfig(group_size=64, act_group_aware=True), 21.808),
-    Setting("gptq 4 bit g64", GPTQConfig(group_size=64)),
+    Setting("gptq 4 bit g64", GPTQConfig(group_size=64), 21.808),
+    Setting("gptq 4 bit g64 in column order", GPTQConfig(group_size=64, act_group_aware=False)),
     Setting("gptq 4 bit g32", GPTQConfig(group_size=32)),
 )
 

@@ -26,7 +26,11 @@ OPTION_NAMES = {
     ("checkpoint", "path"): "--checkpoint",
     ("telemetry", "device"): "--telemetry",
 }
-FLAGS_WITH_OPPOSITE = {"sym": ("--sym", "--asym"), "strict_device_check": ("", "--no-strict-device-check")}
+FLAGS_WITH_OPPOSITE = {
+    "sym": ("--sym", "--asym"),
+    "act_group_aware": ("--act-group-aware", "--no-act-group-aware"),
+    "strict_device_check": ("", "--no-strict-device-check"),
+}
 SHOWN_IN_HELP = {"data": "FILE", "path": "ROOT", "output": "DIR", "offload_directory": "DIR", "devices": "LIST"}
 SHOWN_FOR_TYPE: dict[Callable[[str], Any], str] = {int: "N", float: "X"}
 

@@ -84,7 +84,9 @@ class GPTQConfig(_Grid):
     method: Literal["gptq"] = "gptq"
     desc_act: bool = Field(False, description="Quantize columns by falling activation (act-order).")
     act_group_aware: bool = Field(
-        False, description="Act-order inside and between whole groups, undone at the end: loads as fast as without."
+        True,
+        description="Act-order inside and between whole groups, undone at the end: loads as fast as without. "
+        "Off where desc_act is asked for.",
     )
     static_groups: bool = Field(False, description="Fix all grids from the original weights before the first column.")
     block_size: int = Field(128, ge=1, description="Columns between lazy updates of the rest.")
@@ -103,6 +105,13 @@ class GPTQConfig(_Grid):
         allow_inf_nan=False,
         description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked_order_replaces_the_default(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("desc_act"):
+            return {"act_group_aware": False, **data}
+        return data
 
     @model_validator(mode="after")
     def _one_order(self) -> "GPTQConfig":

@@ -262,8 +262,9 @@ class _Findings:
 
     def _notes(self, source: SourceModel) -> Iterator[str]:
         config = self.job.quantization
-        if config.bits == 3:
-            yield "vLLM loads no 3-bit gptq files; GPTQModel and transformers do"
+        if config.bits in (2, 3) or not config.sym:
+            grid = f"{config.bits}-bit {'symmetric' if config.sym else 'asymmetric'}"
+            yield f"vLLM loads only 4-bit and 8-bit symmetric gptq files, not this {grid} one; GPTQModel and transformers do"
         if self.job.calibration is not None and self.calibration is None:
             yield f"method `{config.method}` uses no calibration data; what is given is not read"
         context = source.config.get("max_position_embeddings")

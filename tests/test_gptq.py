@@ -52,7 +52,7 @@ THEIR_OPTIONS: dict[str, dict] = {
 
 
 def config_of(name: str) -> GPTQConfig:
-    return GPTQConfig(**({"group_size": 32} | OPTIONS[name]))
+    return GPTQConfig(**({"group_size": 32, "act_group_aware": False} | OPTIONS[name]))
 
 
 def layer(out_features: int, in_features: int, tokens: int = 600, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,8 @@ def theirs_and_ours(name: str) -> tuple[QuantizedRows, QuantizedRows, float]:
     tensors = load_file(GOLDEN / "gptqmodel_gptq.safetensors")
     weight_NK, x_TK = tensors["weight"].float() / 1024, tensors["inputs"].float() / 8
     # v2, since that program chooses zero points of 0.
-    config = GPTQConfig(**({"group_size": 32, "checkpoint_format": "gptq_v2"} | THEIR_OPTIONS[name]))
+    plain = {"group_size": 32, "act_group_aware": False, "checkpoint_format": "gptq_v2"}
+    config = GPTQConfig(**(plain | THEIR_OPTIONS[name]))
     theirs = QuantizedRows(
         tensors[f"{name}.codes"],
         tensors[f"{name}.scales"],

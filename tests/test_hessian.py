@@ -75,7 +75,9 @@ def test_no_token_at_all_is_an_error_with_a_way_out():
 
 def test_duplicated_channels_still_factor():
     x_TK = torch.randn(400, 96, generator=torch.Generator().manual_seed(0))
-    factor = factor_hessian(hessian_of(torch.cat([x_TK, x_TK], dim=1)), GPTQConfig(damp_percent=1e-6))
+    factor = factor_hessian(
+        hessian_of(torch.cat([x_TK, x_TK], dim=1)), GPTQConfig(act_group_aware=False, damp_percent=1e-6)
+    )
     assert bool(factor.feedback_KK.isfinite().all() and (factor.pivots_K > 0).all())
 
 
@@ -85,7 +87,7 @@ def test_the_factor_is_the_upper_cholesky_factor_of_the_damped_inverse(desc_act,
     generator = torch.Generator().manual_seed(0)
     x_TK = torch.randn(200, in_features, generator=generator) * torch.rand(in_features, generator=generator)
     hessian_KK = hessian_of(x_TK)
-    factor = factor_hessian(hessian_KK, GPTQConfig(desc_act=desc_act, damp_percent=0.02))
+    factor = factor_hessian(hessian_KK, GPTQConfig(desc_act=desc_act, act_group_aware=False, damp_percent=0.02))
     damped = hessian_KK.double().numpy()
     damped += 0.02 * np.diag(damped).mean() * np.eye(in_features)
     if factor.order_K is not None:
@@ -101,9 +103,9 @@ def test_the_factor_is_the_upper_cholesky_factor_of_the_damped_inverse(desc_act,
 def test_dead_columns_do_not_change_the_damping_of_live_ones():
     """A diagonal of 1 for dead columns would, where activations are small."""
     x_TK = torch.randn(400, 64, generator=torch.Generator().manual_seed(0)) * 1e-4
-    alone = factor_hessian(hessian_of(x_TK), GPTQConfig())
+    alone = factor_hessian(hessian_of(x_TK), GPTQConfig(act_group_aware=False))
     x_TK = torch.cat([x_TK, torch.zeros(400, 64)], dim=1)
-    both = factor_hessian(hessian_of(x_TK), GPTQConfig())
+    both = factor_hessian(hessian_of(x_TK), GPTQConfig(act_group_aware=False))
     assert both.dead_K.tolist() == [False] * 64 + [True] * 64
     torch.testing.assert_close(both.feedback_KK[:64, :64], alone.feedback_KK, rtol=1e-5, atol=1e-7)
     assert torch.equal(both.feedback_KK[64:, 64:], torch.eye(64))
@@ -113,7 +115,7 @@ def test_dead_columns_do_not_change_the_damping_of_live_ones():
 def test_damping_is_raised_in_doubling_steps_until_the_hessian_factors():
     hessian_KK = torch.eye(64) * 0.95 + 0.05 * torch.ones(64, 64)
     hessian_KK[0, 0] = -0.3  # not positive definite below a damping of about 0.3
-    config = GPTQConfig(damp_percent=0.05, damp_increment=0.01)
+    config = GPTQConfig(act_group_aware=False, damp_percent=0.05, damp_increment=0.01)
     factor = factor_hessian(hessian_KK, config)
     steps = [0.05, 0.06, 0.08, 0.12, 0.20, 0.36]
     assert factor.damp_percent == pytest.approx(steps[factor.raised])
@@ -124,7 +126,7 @@ def test_a_hessian_that_no_damping_below_1_mends_is_a_named_error():
     hessian_KK = torch.eye(64)
     hessian_KK[5, 5] = -10
     with pytest.raises(HessianError, match=r"not positive definite .* round this module to nearest"):
-        factor_hessian(hessian_KK, GPTQConfig())
+        factor_hessian(hessian_KK, GPTQConfig(act_group_aware=False))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -132,4 +134,4 @@ def test_inputs_that_are_not_finite_are_no_matter_for_damping(bad):
     x_TK = torch.randn(50, 64)
     x_TK[17, 3] = bad
     with pytest.raises(ActivationError, match="NaN or Inf"):
-        factor_hessian(hessian_of(x_TK), GPTQConfig())
+        factor_hessian(hessian_of(x_TK), GPTQConfig(act_group_aware=False))

@@ -83,7 +83,8 @@ def test_no_field_of_the_job_lacks_an_option() -> None:
 def test_options_that_are_not_given_leave_the_defaults() -> None:
     assert job_of("MODEL --output OUT") == QuantizationJob(model="MODEL", output="OUT")
     assert job_of("MODEL --output OUT --method rtn").quantization == RTNConfig()
-    assert job_of("MODEL --output OUT --sym --act-group-aware").quantization == GPTQConfig(act_group_aware=True)
+    assert job_of("MODEL --output OUT --sym --no-act-group-aware").quantization == GPTQConfig(act_group_aware=False)
+    assert job_of("MODEL --output OUT --desc-act").quantization == GPTQConfig(desc_act=True, act_group_aware=False)
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,9 @@ def test_a_lost_current_is_replaced_by_the_spare_pointer_loudly(
         quantize_model(job)
     assert ran == [LAYERS - 1], "the spare pointer is one generation behind"
     assert at_the_first_layer == [before], "nothing may be deleted while CURRENT is lost"
-    assert before.keys() <= digests(root).keys(), "nor by the run that goes on: the lost CURRENT may have named any of them"
+    assert before.keys() <= digests(root).keys(), (
+        "nor by the run that goes on: the lost CURRENT may have named any of them"
+    )
     assert contents(job.output) == expected
     assert any(record.levelno >= logging.ERROR and "CURRENT" in record.getMessage() for record in caplog.records)
 

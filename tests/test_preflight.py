@@ -347,7 +347,7 @@ def test_the_table_shows_modules_totals_and_needs(model, tmp_path):
         str(tmp_path / "output"),
         "on the host",
         "cpu, cpu",
-        "note: vLLM loads no 3-bit gptq files",
+        "note: vLLM loads only 4-bit and 8-bit symmetric gptq files, not this 3-bit",
     ):
         assert part in table
     total = next(line for line in table.splitlines() if line.startswith("total"))
