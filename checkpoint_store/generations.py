@@ -135,6 +135,8 @@ def decode_manifest(raw: bytes, what: str) -> Manifest:
     objects = tuple(_decode_ref(item, what) for item in _typed(value, "objects", list, what))
     if len({(ref.role, ref.key) for ref in objects}) != len(objects):
         raise CheckpointDamaged(f"`{what}` is damaged: it names one object twice")
+    if len({(ref.sha256, ref.size) for ref in objects}) != len({ref.sha256 for ref in objects}):
+        raise CheckpointDamaged(f"`{what}` is damaged: it gives one object two sizes")
     manifest = Manifest(
         gen=_count(value, "gen", what),
         parent=_typed(value, "parent", (str, type(None)), what),

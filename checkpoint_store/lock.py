@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from logging import getLogger
 from typing import Any
 
@@ -152,10 +152,14 @@ class Attempt:
         self._root = root
         self._temporaries = 0
         disk.make_directory(root, name)
-        self.directory = disk.open_directory(root, name)
-        self._owner = disk.open_for_lock(self.directory, OWNER_LOCK)
-        if not disk.lock(self._owner, exclusive=True):
-            raise CheckpointError(f"`{name}` is owned by another process, though its name was drawn at random")
+        with ExitStack() as descriptors:
+            self.directory = disk.open_directory(root, name)
+            descriptors.callback(disk.close, self.directory)
+            owner = disk.open_for_lock(self.directory, OWNER_LOCK)
+            descriptors.callback(disk.close, owner)
+            if not disk.lock(owner, exclusive=True):
+                raise CheckpointError(f"`{name}` is owned by another process, though its name was drawn at random")
+            self._descriptors = descriptors.pop_all()
 
     def temporary(self) -> str:
         """A name that nothing in the attempt has."""
@@ -163,13 +167,14 @@ class Attempt:
         return f"temporary-{self._temporaries:08d}"
 
     def close(self) -> None:
-        self._disk.close(self._owner)
-        self._disk.close(self.directory)
+        self._descriptors.close()
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it, and let go of it."""
-        _remove_content(self._disk, self.directory)
-        self.close()
+        """Remove the directory with all that is in it, and let go of it, also when it cannot be removed."""
+        try:
+            _remove_content(self._disk, self.directory)
+        finally:
+            self.close()
         self._disk.remove_directory(self._root, self.name)
 
 

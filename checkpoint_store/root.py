@@ -4,8 +4,9 @@ FORMAT is written last when a root is made. So a root without FORMAT either was 
 is damaged; and a root with FORMAT must have a CURRENT.
 """
 
+import errno
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from logging import getLogger
 
@@ -59,9 +60,10 @@ class Root:
             raise
 
     def close(self) -> None:
-        for name in list(self._open):
-            self.disk.close(self._open.pop(name))
-        self.disk.close(self.directory)
+        with ExitStack() as rest:  # each is closed even if another fails
+            for descriptor in (self.directory, *self._open.values()):
+                rest.callback(self.disk.close, descriptor)
+            self._open.clear()
 
     @property
     def objects(self) -> int:
@@ -140,14 +142,32 @@ class Root:
         """Make what a root consists of, or go on where a predecessor died; FORMAT comes last."""
         with writing(self.path):
             for name in (OBJECTS, GENERATIONS):
-                with suppress(FileExistsError):
-                    self.disk.make_directory(self.directory, name)
+                self._make_anew(name)
             self.sync()
             writer = attempt()
-            empty = encode_current(Current(root_id, writer.name, ()))
-            for name, content in ((CURRENT, empty), (FORMAT, encode_format(root_id))):
-                self.replace(writer, content, self.directory, name)
-                self.disk.sync_directory(self.directory)
+            self.replace(writer, encode_current(Current(root_id, writer.name, ())), self.directory, CURRENT)
+            self.disk.sync_directory(self.directory)
+        self.seal(writer, root_id)
+
+    def _make_anew(self, name: str) -> None:
+        """Make an empty directory, also where one stands: a failed sync loses its name for good, and later ones tell nothing."""
+        if name in self._open:
+            self.disk.close(self._open.pop(name))
+        try:
+            self.disk.remove_directory(self.directory, name)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            return  # somebody else's file is in it
+        self.disk.make_directory(self.directory, name)
+
+    def seal(self, attempt: Attempt, root_id: str) -> None:
+        """Write FORMAT, after which the root counts as made; again in a made root that is still empty (see `_make_anew`)."""
+        with writing(self.path):
+            self.replace(attempt, encode_format(root_id), self.directory, FORMAT)
+            self.disk.sync_directory(self.directory)
 
     def make_readers_lock(self) -> None:
         with writing(f"{self.path}/{READERS_LOCK}"):

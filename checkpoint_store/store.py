@@ -155,6 +155,8 @@ class CheckpointStore:
     def _own_attempt(self) -> Attempt:
         if self._attempt is None:
             self._attempt = Attempt(self._disk, self._root.directory, f"attempt-{secrets.token_hex(8)}")
+            if self._root_id and not self._entries:  # before the first write into a root that this store did not make
+                self._root.seal(self._attempt, self._root_id)
         return self._attempt
 
     @property
@@ -172,8 +174,14 @@ class CheckpointStore:
             if self._closed:
                 return
             self._closed = True
-            if self._disk.process_id() == self._process:
+            if self._disk.process_id() != self._process:
+                return
+            try:
                 self._release()
+            except (
+                OSError
+            ) as error:  # what was published does not hang on it, and the descriptors are closed all the same
+                logger.warning("while closing the store at `%s`: %s", self.path, error.strerror)
 
     def _release(self) -> None:
         with ExitStack() as rest:  # each is let go of even if another fails; the writer lock last
@@ -359,6 +367,8 @@ class CheckpointStore:
         # A damaged CURRENT must not push out the spare that this store was opened from.
         if self.spare_because is None:
             root.turn_spare(attempt)
+            # Before CURRENT turns: else a crash could keep the new CURRENT with a spare whose generations get swept.
+            disk.sync_directory(root.directory)
         root.replace(attempt, raw_current, root.directory, CURRENT)
         disk.sync_directory(root.directory)
 
