@@ -47,11 +47,9 @@ async def _make_work_pool() -> bool:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    _server()
-    from deployments.serve import main
-
-    main()
-    return 0
+    environment = {**os.environ, "PREFECT_API_URL": _server()}
+    # In this process's place, so that a signal or a service manager reaches the one that serves.
+    os.execve(sys.executable, [sys.executable, str(DEPLOYMENTS / "serve.py")], environment)
 
 
 def _server() -> str:
