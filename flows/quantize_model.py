@@ -25,11 +25,12 @@ from flows.embedded_server import embedded_server
 from flows.stopping import StopRequest
 from tasks import calibration, continuation, identity, output_directory, preflight, running, telemetry
 from tasks.devices import DevicePool
-from tasks.export import export_model
+from tasks.export import export_model, outer_names
 from tasks.job import QuantizationJob, checkpoint_root
 from tasks.models.decoder import Decoder
 from tasks.models.replay import check_replay
 from tasks.models.source import SourceModel
+from tasks.models.tensor_check import refuse_not_finite
 from tasks.quantize_layer import cache_key, quantize_layer
 from tasks.report import LayerReceipt, Report
 
@@ -190,6 +191,8 @@ class _Quantization:
     def _quantize(self, run: running.Run) -> None:
         """Every layer in order: the finished ones from their records, the others computed and published."""
         layer_count, cursor = run.decoder.layer_count, run.session.cursor
+        # Before the first layer: the export would meet it after the last.
+        refuse_not_finite(run.source, outer_names(run))
         storage = GenerationStorage(root=str(self.root))
         storage.save(f"checkpoint-{hashlib.sha256(str(self.root).encode()).hexdigest()[:16]}", overwrite=True)
         layer_task = quantize_layer.with_options(result_storage=storage)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from prefect.client.orchestration import get_client
+from safetensors.torch import load_file, save_file
 
 from checkpoint_store import session
 from checkpoint_store.errors import StoreLocked
@@ -198,3 +199,21 @@ def test_nothing_of_a_run_is_left_in_the_process(model: Path, tmp_path: Path) ->
         with pytest.raises(RuntimeError):
             current()
     assert layer_task_states(last_flow_run().id) == ["Completed"] * LAYERS
+
+
+@pytest.mark.parametrize("method", [GPTQConfig(group_size=32), RTNConfig(group_size=32)])
+def test_values_outside_the_layers_that_are_not_finite_are_refused_before_the_first_layer(
+    tmp_path: Path, method: GPTQConfig | RTNConfig
+) -> None:
+    broken = write_tiny_llama(tmp_path / "model", layers=1)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["lm_head.weight"][5, 3] = float("nan")
+    tensors["model.norm.weight"][0] = float("inf")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    job = tiny_job(broken, tmp_path, quantization=method)
+    with (
+        layers_run() as ran,
+        pytest.raises(ValueError, match=r"(?s)`model.norm.weight` holds 1 .*`lm_head.weight` holds 1 "),
+    ):
+        quantize_model(job)
+    assert ran == [] and not Path(job.output).exists()

@@ -1,11 +1,14 @@
 """Which tensors a model needs against which its source has: whatever does not fit is fatal, never made up at random."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from tasks.models.source import SourceModel
+import torch
+
+from tasks.models.source import SourceError, SourceModel
 
 # Tables that old checkpoints stored; the model computes them from its configuration.
 DERIVABLE = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+PIECE = 1 << 22  # values looked at together
 PLAIN_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 
@@ -43,3 +46,16 @@ def tensor_problems(
                 f"keep both, or remove `{name}`"
             )
     return problems
+
+
+def refuse_not_finite(source: SourceModel, names: Iterable[str]) -> None:
+    """SourceError naming each of these tensors that holds NaN or Inf; for what is exported without being quantized."""
+    problems = []
+    for name in names:
+        pieces = source.load([name])[name].flatten().split(PIECE)
+        if count := sum(int((~torch.isfinite(piece)).sum()) for piece in pieces):
+            problems.append(
+                f"`{name}` holds {count} values that are NaN or infinite: the file is damaged, fetch it again"
+            )
+    if problems:
+        raise SourceError(source.path, problems)
