@@ -11,6 +11,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL
 
 from checkpoint_store.errors import CheckpointStopped
+from flows.demo_model import demo_model, shortened
 from flows.quantize_model import quantize_model
 from tasks.job import QuantizationJob
 from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
@@ -21,8 +22,11 @@ PROCESS = Path(__file__).with_name("flow_process.py")
 LIMIT_SECONDS = 240
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model, and the first layers of SmolLM2-135M."""
+    if request.param == "smollm2":
+        return shortened(demo_model(print), LAYERS)
     return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=LAYERS)
 
 
