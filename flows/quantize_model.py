@@ -26,7 +26,7 @@ from flows.stopping import StopRequest
 from tasks import calibration, continuation, identity, output_directory, preflight, running, telemetry
 from tasks.devices import DevicePool
 from tasks.export import export_model, outer_names
-from tasks.job import QuantizationJob, checkpoint_root
+from tasks.job import QuantizationJob, absolute_path, checkpoint_root
 from tasks.models.decoder import Decoder
 from tasks.models.replay import check_replay
 from tasks.models.source import SourceModel
@@ -101,7 +101,7 @@ class _Quantization:
         self.job, self.logger, self.stop, self.flow_run = job, logger, stop, flow_run
         self.started = time.monotonic()
         self.root = checkpoint_root(job)
-        self.output = Path(job.output).expanduser().absolute()
+        self.output = absolute_path(job.output)
 
     def go(self) -> Report:
         job = self.job
