@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+KEEP_LAST_MOST = 256  # so many entries fit into CURRENT
+
 
 class CheckpointConfig(BaseModel):
     """Where progress is kept, when it is published, and what a run does with progress that it finds."""
@@ -23,7 +25,7 @@ class CheckpointConfig(BaseModel):
         description="`auto` starts or resumes, `required` fails without a published checkpoint, `never` fails with one.",
     )
     interval: str = Field("layer:1", description="Publish after every so many finished layers; the last always is.")
-    keep_last: int = Field(2, ge=2, description="Published generations retained for fallback.")
+    keep_last: int = Field(2, ge=2, le=KEEP_LAST_MOST, description="Published generations retained for fallback.")
     strict_device_check: bool = Field(
         True, description="Require the physical GPU uuid and serial that the checkpoint records."
     )

@@ -43,7 +43,6 @@ class FileStat:
     is_file: bool
     is_directory: bool
     inode: int
-    modified: float
 
 
 class Disk:
@@ -217,9 +216,7 @@ class Disk:
 
     def stat(self, directory: int, name: str) -> FileStat:
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        return FileStat(
-            found.st_size, stat.S_ISREG(found.st_mode), stat.S_ISDIR(found.st_mode), found.st_ino, found.st_mtime
-        )
+        return FileStat(found.st_size, stat.S_ISREG(found.st_mode), stat.S_ISDIR(found.st_mode), found.st_ino)
 
     def rename(self, from_directory: int, name: str, to_directory: int, new_name: str) -> None:
         os.rename(name, new_name, src_dir_fd=from_directory, dst_dir_fd=to_directory)

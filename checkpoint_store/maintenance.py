@@ -12,14 +12,8 @@ from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointDamaged, CheckpointMissing
 from checkpoint_store.failures import is_missing, reading, writing
 from checkpoint_store.garbage import SweepReport
-from checkpoint_store.generations import (
-    FORMAT_VERSION,
-)
-from checkpoint_store.lock import (
-    ATTEMPT_NAME,
-    WRITER_LOCK,
-    read_holder,
-)
+from checkpoint_store.generations import FORMAT_VERSION
+from checkpoint_store.lock import ATTEMPT_NAME, WRITER_LOCK, read_holder
 from checkpoint_store.objects import OBJECT_NAME, ObjectRef, check_size, map_verified
 from checkpoint_store.published import Generation
 from checkpoint_store.root import QUARANTINE, SPARE, Root

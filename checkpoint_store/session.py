@@ -3,9 +3,9 @@
 Reached through `current()`, never by importing the session itself: a flow that is pickled by value would get a copy.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -114,7 +114,7 @@ class CheckpointSession:
                 store.close()
                 raise
         except CheckpointError as error:
-            on_event(CheckpointEvent("failure", {"error": type(error).__name__, "message": str(error)}))
+            on_event(_failure(error))
             raise
         _current = session
         return session
@@ -309,8 +309,13 @@ class CheckpointSession:
         if pending is not None:
             pending.result()
 
-    def _telling_failures(self) -> "_TellFailures":
-        return _TellFailures(self._on_event)
+    @contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self._on_event(_failure(error))
+            raise
 
     def close(self) -> None:
         """Drain, let go of the lock and forget the session; staged objects that were not published are garbage."""
@@ -331,18 +336,8 @@ class CheckpointSession:
         self.close()
 
 
-class _TellFailures:
-    """Makes an event of an error that passes through."""
-
-    def __init__(self, on_event: Callable[[CheckpointEvent], None]) -> None:
-        self._on_event = on_event
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CheckpointError):
-            self._on_event(CheckpointEvent("failure", {"error": type(error).__name__, "message": str(error)}))
+def _failure(error: CheckpointError) -> CheckpointEvent:
+    return CheckpointEvent("failure", {"error": type(error).__name__, "message": str(error)})
 
 
 def _refuse_missing(root: Path) -> None:

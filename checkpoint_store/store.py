@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from checkpoint_store.config import KEEP_LAST_MOST
 from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, CheckpointMissing, StorageFull
 from checkpoint_store.failures import reading, writing
@@ -24,7 +25,6 @@ from checkpoint_store.objects import Counters, ObjectRef, Payload, map_verified,
 from checkpoint_store.published import Generation, Pinned
 from checkpoint_store.root import CURRENT, GENERATIONS, OBJECTS, Root
 
-KEEP_LAST_MOST = 256
 # Left free beside an object: its generation's manifest, CURRENT and the directories' own growth.
 SPACE_MARGIN_BYTES = 1 << 20
 # Restored while a run goes on; the mappings of finished layers are dropped once they are verified.

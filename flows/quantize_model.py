@@ -20,10 +20,11 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, StoreLocked
 from checkpoint_store.result_storage import GenerationStorage
 from checkpoint_store.session import CheckpointSession
+from checkpoint_store.tensors import continuation_batches, continuation_payloads
 from flows import stopping
 from flows.embedded_server import embedded_server
 from flows.stopping import StopRequest
-from tasks import calibration, continuation, identity, output_directory, preflight, running, telemetry
+from tasks import calibration, identity, output_directory, preflight, running, telemetry
 from tasks.devices import DevicePool
 from tasks.export import export_model, outer_names
 from tasks.job import QuantizationJob, absolute_path, checkpoint_root
@@ -222,7 +223,12 @@ class _Quantization:
             return
         assert run.calibration is not None
         if run.session.cursor:
-            run.hidden = continuation.restored(run.session.continuation(), len(run.calibration.batches))
+            run.hidden = continuation_batches(run.session.continuation())
+            if len(run.hidden) != len(run.calibration.batches):
+                raise CheckpointDamaged(
+                    f"the continuation at {self.root} holds {len(run.hidden)} batches, this job has "
+                    f"{len(run.calibration.batches)}: the identity should have told them apart; use a new checkpoint path"
+                )
             run.hidden_is_restored = True
             kind = "restoration"
         else:
@@ -249,7 +255,7 @@ class _Quantization:
             finished,
             [receipt.name for receipt in run.receipts],
             [receipt.key for receipt in run.receipts],
-            continuation.payloads(run.hidden) if finished < layer_count else [],
+            continuation_payloads(run.hidden) if finished < layer_count else [],
         )
 
     def _stop_if_asked(self, run: running.Run | None) -> None:

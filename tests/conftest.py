@@ -4,10 +4,16 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from prefect.testing.utilities import prefect_test_harness
 
 # Neither the tests nor the servers that they start send usage data.
 os.environ |= {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+
+# `ci` tries the same examples every time and takes as long as the machine does; `deep` looks for new ones.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("deep", max_examples=2000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.fixture(scope="session")

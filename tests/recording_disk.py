@@ -285,7 +285,7 @@ class RecordingDisk(Disk):
     def stat(self, directory: int, name: str) -> FileStat:
         entry = self._entry(directory, name)
         size = len(entry.visible) if isinstance(entry, File) else 0
-        return FileStat(size, isinstance(entry, File), isinstance(entry, Directory), entry.number, 0.0)
+        return FileStat(size, isinstance(entry, File), isinstance(entry, Directory), entry.number)
 
     @_door
     def rename(self, from_directory: int, name: str, to_directory: int, new_name: str) -> None:

@@ -1,3 +1,5 @@
+"""A model one layer at a time: bit for bit what transformers computes with the whole, and refusals by name."""
+
 import json
 import subprocess
 import sys

@@ -1,3 +1,5 @@
+"""Pools of devices: which are taken, what tells them apart, and the locks that keep other runs away."""
+
 import subprocess
 import sys
 

@@ -1,3 +1,5 @@
+"""GPTQ against a plain float64 loop, against another program, and at the edges of its numbers."""
+
 from pathlib import Path
 
 import numpy as np

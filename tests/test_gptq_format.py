@@ -1,3 +1,5 @@
+"""The gptq layout: packed words are another program's bytes, and what it cannot hold is refused by name."""
+
 import json
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""The integer grid: what it covers, how near it comes, and what it refuses."""
+
 import pytest
 import torch
 from hypothesis import example, given, settings

@@ -1,3 +1,5 @@
+"""The Hessian and its factor against numpy, whatever the batches, and its damping."""
+
 import numpy as np
 import pytest
 import torch

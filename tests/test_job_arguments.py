@@ -92,6 +92,7 @@ def test_options_that_are_not_given_leave_the_defaults() -> None:
     [
         ("--method rtn --desc-act", "--desc-act does not apply to method `rtn`"),
         ("--keep-last 1", "--keep-last 1"),
+        ("--keep-last 257", "--keep-last 257"),
         ("--interval hourly", "--interval: interval `hourly` is not understood"),
         ("--group-size 0", "group_size 0 is not a size"),
         ("--desc-act --act-group-aware", "two orders of one thing"),

@@ -1,3 +1,5 @@
+"""An output directory is whole or absent, whatever dies while it is made, and no foreign file is touched."""
+
 import json
 import os
 import signal

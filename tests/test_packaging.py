@@ -1,12 +1,13 @@
 """What is installed is what is here: every package listed, every pin in step, importable from anywhere, free of network."""
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import distribution, distributions
+from importlib.metadata import distribution, distributions, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,22 @@ def test_the_constraints_cover_everything_that_our_dependencies_bring() -> None:
     # What a CUDA build of torch brings is not there with a CPU build; setuptools comes with a virtual environment.
     unpinned = {name for name in seen - constraints().keys() if not name.startswith(("nvidia-", "cuda-", "triton"))}
     assert unpinned <= {"setuptools"}
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    imported: set[str] = set()
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                imported.add(node.module.split(".")[0])
+    providers = packages_distributions()
+    third_party = imported - sys.stdlib_module_names - set(PACKAGES)
+    needed = {canonicalize_name(name) for module in third_party for name in providers[module]}
+    declared = {canonicalize_name(Requirement(text).name) for text in PROJECT["project"]["dependencies"]}
+    assert needed >= {"torch", "prefect"}
+    assert needed <= declared
 
 
 def test_the_installed_versions_are_the_pinned_ones() -> None:

@@ -1,3 +1,5 @@
+"""The result storage block: Prefect's own standard tests, and what Prefect learns through it."""
+
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

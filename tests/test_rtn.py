@@ -1,3 +1,5 @@
+"""Round to nearest: the nearest code of every weight, and another program's where their grids agree."""
+
 from pathlib import Path
 
 import pytest

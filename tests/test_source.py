@@ -1,3 +1,5 @@
+"""A source on disk: read to the bit, and everything that is wrong with it told in one list."""
+
 import json
 import struct
 from pathlib import Path

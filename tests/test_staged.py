@@ -1,3 +1,5 @@
+"""The paused forward: bit for bit the plain one, each linear once, and nothing left behind by an error."""
+
 import gc
 import threading
 import weakref

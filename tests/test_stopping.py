@@ -1,3 +1,5 @@
+"""Stop signals, one by one, and how a stopped run ends in each of its surroundings."""
+
 import logging
 import os
 import signal
