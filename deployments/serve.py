@@ -1,31 +1,56 @@
-"""One process that serves the deployments on a single machine, without a work pool or a worker: `prefect-quantize serve`."""
+"""One process that serves the deployments on a single machine, without a work pool or a worker: `prefect-quantize serve`.
 
-from prefect import serve
-from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+The deployments are those of prefect.yaml, read from there.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from prefect import Flow, serve
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.objects import ConcurrencyLimitConfig
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from ruamel.yaml import YAML
 
 from flows.maintain_store import maintain_store
 from flows.quantize_model import quantize_model
 
+PREFECT_YAML = Path(__file__).with_name("prefect.yaml")
+FLOWS: dict[str, Flow[Any, Any]] = {
+    "flows.quantize_model.quantize_model": quantize_model,
+    "flows.maintain_store.maintain_store": maintain_store,
+}
+
 
 def main() -> None:
     """Serve until a signal ends it; SIGTERM lets a run publish the layer in work first."""
-    serve(
-        RunnerDeployment.from_flow(
-            quantize_model,
-            "quantize",
-            description="Quantize one model, on demand; a run that was stopped or killed goes on when it is retried.",
-            tags=["quantize"],
-            concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
-            entrypoint_type=EntrypointType.MODULE_PATH,
-        ),
-        RunnerDeployment.from_flow(
-            maintain_store,
-            "store-hygiene",
-            description="Verify and sweep a checkpoint root; give the root as a parameter and add a schedule for it.",
-            tags=["maintenance"],
-            entrypoint_type=EntrypointType.MODULE_PATH,
-        ),
+    described = YAML(typ="safe", pure=True).load(PREFECT_YAML)["deployments"]
+    for about in described:
+        for name, value in about["work_pool"]["job_variables"]["env"].items():
+            os.environ.setdefault(name, value)
+    serve(*(deployment(about) for about in described))
+
+
+def deployment(about: dict[str, Any]) -> RunnerDeployment:
+    """A deployment as prefect.yaml describes it, less the work pool."""
+    limit = about.get("concurrency_limit")
+    schedules = [
+        DeploymentScheduleCreate(
+            schedule=CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"]), active=schedule["active"]
+        )
+        for schedule in about.get("schedules", [])
+    ]
+    return RunnerDeployment.from_flow(
+        FLOWS[about["entrypoint"]],
+        about["name"],
+        description=about["description"],
+        tags=about["tags"],
+        parameters=about.get("parameters"),
+        schedules=schedules or None,
+        concurrency_limit=ConcurrencyLimitConfig.model_validate(limit) if limit else None,
+        entrypoint_type=EntrypointType.MODULE_PATH,
     )
 
 

@@ -18,6 +18,12 @@ def maintain_store(
     """Hash everything that is published, then remove what no generation needs; CheckpointDamaged when a byte is wrong.
 
     Nothing is swept from a damaged root. A sweep that meets a reader is left for the next time.
+
+    Args:
+        root: The checkpoint root.
+        megabytes_per_second: At most so much is read, so that a run beside it keeps the disk; unlimited when left out.
+        quarantine: Set damaged objects aside instead of only naming them.
+        allow_network_filesystem: Accept a root on NFS, SMB, Lustre or FUSE.
     """
     logger = get_run_logger()
     rate = None if megabytes_per_second is None else megabytes_per_second * 1e6

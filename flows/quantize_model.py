@@ -7,9 +7,11 @@ the others and show as Cached, because their records come from the checkpoint.
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prefect import Flow, get_run_logger
 from prefect.client.schemas.objects import FlowRun
@@ -22,12 +24,14 @@ from checkpoint_store.result_storage import GenerationStorage
 from checkpoint_store.session import CheckpointSession
 from checkpoint_store.tensors import continuation_batches, continuation_payloads
 from flows import stopping
+from flows.deadline import Deadline, DeadlineText
 from flows.embedded_server import embedded_server
 from flows.stopping import StopRequest
 from tasks import calibration, identity, output_directory, preflight, running, telemetry
-from tasks.devices import DevicePool
+from tasks.artifacts import Artifacts
+from tasks.devices import DeviceBusy, DevicePool
 from tasks.export import export_model, outer_names
-from tasks.job import QuantizationJob, checkpoint_root
+from tasks.job import QuantizationJob, absolute_path, checkpoint_root
 from tasks.models.decoder import Decoder
 from tasks.models.replay import check_replay
 from tasks.models.source import SourceModel
@@ -67,16 +71,35 @@ def _run_name() -> str:
     persist_result=False,
     task_runner=ThreadPoolTaskRunner(max_workers=MAX_DEVICES),
 )
-def quantize_model(job: QuantizationJob) -> Report:
+def quantize_model(job: QuantizationJob, deadline: DeadlineText | None = None) -> Report:
     """Quantize a model layer by layer, publishing progress that survives a kill at any instant; run again to go on.
 
-    SIGINT and SIGTERM finish the layer in work, publish it and raise `CheckpointStopped`.
+    SIGINT and SIGTERM finish the layer in work, publish it and raise `CheckpointStopped`; so does the last layer that
+    ends before the `deadline`.
+
+    Args:
+        job: The model to quantize, how, and where the result and the progress are put.
+        deadline: When to stop after a layer: a time of day (`06:00`, `06:00 Europe/Berlin`) or a duration (`8h`, `90m`).
+            A deployed run goes on when its schedule opens the next window, or a day after its start.
     """
     stopping.refuse_off_main_thread()
     logger = get_run_logger()
     context = FlowRunContext.get()
-    with StopRequest(logger, _how_far) as stop:
-        return _Quantization(job, logger, stop, context.flow_run if context is not None else None).go()
+    flow_run = context.flow_run if context is not None else None
+    start, until = datetime.now(UTC), None
+    if flow_run is not None and stopping.is_deployed(flow_run):
+        stopping.outlive_a_lost_slot()
+        start = stopping.scheduled_start(flow_run)
+    if deadline is not None:
+        until = Deadline.after(deadline, start)
+        logger.info(
+            "deadline %s: no layer that would end after %s is begun", deadline, until.at.isoformat(" ", "minutes")
+        )
+    with (
+        stopping.suspension_at_boundaries() as suspended,
+        StopRequest(logger, _how_far, until, suspended) as stop,
+    ):
+        return _Quantization(job, logger, stop, flow_run).go()
 
 
 def _how_far() -> str:
@@ -102,7 +125,7 @@ class _Quantization:
         self.job, self.logger, self.stop, self.flow_run = job, logger, stop, flow_run
         self.started = time.monotonic()
         self.root = checkpoint_root(job)
-        self.output = Path(job.output).expanduser().absolute()
+        self.output = absolute_path(job.output)
 
     def go(self) -> Report:
         job = self.job
@@ -112,7 +135,7 @@ class _Quantization:
         pool = DevicePool.resolve(job.devices)
         if len(pool.devices) > MAX_DEVICES:
             raise ValueError(f"{len(pool.devices)} devices are asked for; a pool holds at most {MAX_DEVICES}")
-        with pool.lock():
+        with self._held(pool):
             samples = None
             if running.needs_activations(job):
                 assert job.calibration is not None  # preflight has seen to it
@@ -135,9 +158,35 @@ class _Quantization:
                     identity_digest=digest, cpu_threads=cpu_threads, session=session, started=self.started,
                     resumed_from=session.cursor or None,
                 )  # fmt: skip
-                with running.opened(run):
-                    self._quantize(run)
-                    return export_model(run.model_name)
+                with running.opened(run), self._artifacts(run) as artifacts:
+                    self._quantize(run, artifacts)
+                    report = export_model(run.model_name)
+                    artifacts.show(run.receipts, decoder.layer_count, None, report)
+                    return report
+
+    def _artifacts(self, run: running.Run) -> Artifacts:
+        assert self.flow_run is not None  # nothing but a call of the flow comes here
+        method = self.job.quantization.method
+        return Artifacts(self.logger, self.flow_run.id, run.model_name, method, run.identity_digest)
+
+    @contextmanager
+    def _held(self, pool: DevicePool) -> Iterator[None]:
+        """The devices, for this run alone; a deployed run comes back when they may be free."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(pool.lock())
+            except DeviceBusy as error:
+                self._reject(error, "Device")
+                raise
+            yield
+
+    def _reject(self, error: Exception, waits_for: Literal["Root", "Device"] | None) -> None:
+        """Tell that the run can't start, and why; a deployed run that only has to wait is scheduled anew."""
+        reason = {"reason": type(error).__name__, "message": str(error)}
+        telemetry.emit(self.logger, self.root, "rejected", reason)
+        if waits_for is not None and self.flow_run is not None and stopping.is_deployed(self.flow_run):
+            self.logger.warning("%s", error)
+            stopping.wait_for(self.flow_run, waits_for, str(error))
 
     def _open_session(self, described: dict[str, Any], layer_count: int) -> CheckpointSession:
         """The checkpoint, its identity compared and its newest whole generation pinned, before anything is computed."""
@@ -155,10 +204,7 @@ class _Quantization:
                 on_event=telemetry.listener(self.logger, self.root, device=job.telemetry.device),
             )
         except CheckpointError as error:
-            reason = {"reason": type(error).__name__, "message": str(error)}
-            telemetry.emit(self.logger, self.root, "rejected", reason)
-            if isinstance(error, StoreLocked) and run is not None and stopping.is_deployed(run):
-                stopping.reschedule(run, "WaitingForRoot", str(error))
+            self._reject(error, "Root" if isinstance(error, StoreLocked) else None)
             raise
 
     def _verified(self, finished: dict[str, Any], digest: str) -> Report:
@@ -189,7 +235,7 @@ class _Quantization:
 
     # The layers -------------------------------------------------------------------------------------------------------
 
-    def _quantize(self, run: running.Run) -> None:
+    def _quantize(self, run: running.Run, artifacts: Artifacts) -> None:
         """Every layer in order: the finished ones from their records, the others computed and published."""
         layer_count, cursor = run.decoder.layer_count, run.session.cursor
         # Before the first layer: the export would meet it after the last.
@@ -201,6 +247,8 @@ class _Quantization:
             self.logger.info("%d of %d layers are finished at %s", cursor, layer_count, self.root)
         for index in range(layer_count):
             if index == cursor:
+                artifacts.show(run.receipts, layer_count, None)
+                self._look_at_the_clock(run)
                 self._stop_if_asked(run)
                 self._prepare(run)
                 self._stop_if_asked(run)
@@ -213,6 +261,8 @@ class _Quantization:
                 self._check_pinned(run, receipt)
                 continue
             self._log(receipt, layer_count)
+            artifacts.show(run.receipts, layer_count, run.seconds_left())
+            self._look_at_the_clock(run)
             self._publish_if_due(run)
             self._stop_if_asked(run)
 
@@ -258,6 +308,11 @@ class _Quantization:
             continuation_payloads(run.hidden) if finished < layer_count else [],
         )
 
+    def _look_at_the_clock(self, run: running.Run) -> None:
+        """Whether the next layer fits before the deadline, judged by the slowest of the last ones."""
+        if len(run.receipts) < run.decoder.layer_count:
+            self.stop.look_at_the_clock(max((receipt.seconds for receipt in run.receipts[-4:]), default=None))
+
     def _stop_if_asked(self, run: running.Run | None) -> None:
         """End the run here when a stop was asked for; the last layer's publication lets the export follow."""
         if not self.stop.requested:
@@ -271,7 +326,7 @@ class _Quantization:
             how_far = f"with {len(run.receipts)} of {run.decoder.layer_count} layers published"
         message = f"{self.stop.name}: stopped {how_far} at {self.root}; run the same job again to go on"
         telemetry.emit(self.logger, self.root, "stopped", {"message": message})
-        stopping.end(self.flow_run, message)
+        stopping.end(self.flow_run, message, self.stop)
 
     def _log(self, receipt: LayerReceipt, layer_count: int) -> None:
         self.logger.info(

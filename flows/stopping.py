@@ -1,26 +1,42 @@
-"""Stopping between layers: what SIGINT and SIGTERM mean while a model is quantized, and how a stopped run ends.
+"""Stopping between layers: what a signal, a deadline and a suspension mean to a run, and how a stopped run ends.
 
 A signal only sets a flag. The flow asks at every layer boundary, publishes and ends, so that no signal can cut a write
-short. The second signal says how far the layer is; the third gives up at once, and what is published stays.
+short. The second signal says how far the layer is; the third gives up at once, and what is published stays. A deadline
+and a suspension from the UI are asked for at the same place and end the same way.
 """
 
 import logging
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+from prefect._internal.concurrency.cancellation import shield
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.exceptions import Abort
-from prefect.states import Scheduled
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterNextScheduledStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.context import FlowRunContext
+from prefect.exceptions import Abort, Pause
+from prefect.states import Cancelled, Scheduled
 
 from checkpoint_store.errors import CheckpointStopped
+from flows.deadline import Deadline
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RESCHEDULE_SECONDS = 10
+# A process is started for each look at what holds a root or a device.
+WAITING_SECONDS = 30
 
 
 def refuse_off_main_thread() -> None:
@@ -40,11 +56,20 @@ class GaveUp(KeyboardInterrupt):
 class StopRequest:
     """Counts stop signals while it is entered; the handlers before it are back afterwards, whatever happens."""
 
-    def __init__(self, logger: logging.Logger | logging.LoggerAdapter[Any], how_far: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        logger: logging.Logger | logging.LoggerAdapter[Any],
+        how_far: Callable[[], str],
+        deadline: Deadline | None = None,
+        suspended: Callable[[], State | None] = lambda: None,
+    ) -> None:
         self._logger = logger
         self._how_far = how_far
         self._previous: dict[int, Any] = {}
         self._count = 0
+        self._suspended = suspended
+        self.deadline = deadline
+        self.deadline_is_reached = False
         self.signal: int | None = None
 
     def __enter__(self) -> "StopRequest":
@@ -61,12 +86,26 @@ class StopRequest:
         self._previous.clear()
 
     @property
+    def suspended(self) -> State | None:
+        """The state that an operator's suspension has put the run into."""
+        return self._suspended()
+
+    @property
     def requested(self) -> bool:
-        return self._count > 0
+        return self._count > 0 or self.deadline_is_reached or self.suspended is not None
 
     @property
     def name(self) -> str:
-        return signal.Signals(self.signal).name if self.signal is not None else "nothing"
+        if self.signal is not None:
+            return signal.Signals(self.signal).name
+        if self.suspended is not None:
+            return "suspended"
+        return f"deadline {self.deadline.text}" if self.deadline is not None else "nothing"
+
+    def look_at_the_clock(self, layer_seconds: float | None) -> None:
+        """Ask for a stop when another layer, of about so many seconds, would not end before the deadline."""
+        if self.deadline is not None and not self.deadline.fits(layer_seconds):
+            self.deadline_is_reached = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
@@ -93,11 +132,12 @@ def is_deployed(flow_run: FlowRun | None) -> bool:
     return flow_run is not None and flow_run.deployment_id is not None
 
 
-def end(flow_run: FlowRun | None, message: str) -> NoReturn:
+def end(flow_run: FlowRun | None, message: str, stop: StopRequest) -> NoReturn:
     """End a stopped run the way its surroundings understand.
 
-    A deployed run that the API is cancelling aborts, and Prefect makes it Cancelled; one that got SIGTERM is scheduled
-    anew, so that a fresh process resumes it unattended. Anything else raises `CheckpointStopped`.
+    A deployed run that the API is cancelling aborts, and Prefect makes it Cancelled; a suspended one pauses; one that
+    got SIGTERM, or reached its deadline, is scheduled anew, so that a fresh process resumes it unattended. Anything
+    else raises `CheckpointStopped`.
     """
     if flow_run is None or not is_deployed(flow_run):
         raise CheckpointStopped(message)
@@ -105,12 +145,91 @@ def end(flow_run: FlowRun | None, message: str) -> NoReturn:
         state = client.read_flow_run(flow_run.id).state
     if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
         raise Abort(message)
+    suspended = state if state is not None and state.type == StateType.PAUSED else stop.suspended
+    if suspended is not None:
+        raise Pause(message, state=suspended)
+    if stop.deadline is not None and stop.deadline_is_reached:
+        reschedule(flow_run, "Checkpointed", message, _next_window(flow_run, stop.deadline))
     reschedule(flow_run, "Checkpointed", message)
 
 
-def reschedule(flow_run: FlowRun, name: str, message: str) -> NoReturn:
-    """Have the API start this deployed run again soon, in a fresh process, and leave this one."""
-    soon = datetime.now(UTC) + timedelta(seconds=RESCHEDULE_SECONDS)
+def reschedule(flow_run: FlowRun, name: str, message: str, at: datetime | None = None) -> NoReturn:
+    """Have the API start this deployed run again, soon or `at` a time, in a fresh process, and leave this one."""
+    at = at or datetime.now(UTC) + timedelta(seconds=RESCHEDULE_SECONDS)
     with get_client(sync_client=True) as client:
-        client.set_flow_run_state(flow_run.id, Scheduled(name=name, message=message, scheduled_time=soon), force=True)
+        client.set_flow_run_state(flow_run.id, Scheduled(name=name, message=message, scheduled_time=at), force=True)
     raise Abort(message)
+
+
+def wait_for(flow_run: FlowRun, what: Literal["Root", "Device"], message: str) -> NoReturn:
+    """Leave, and have the API start this run again when whoever holds the root or a device may have finished."""
+    reschedule(flow_run, f"WaitingFor{what}", message, datetime.now(UTC) + timedelta(seconds=WAITING_SECONDS))
+
+
+def scheduled_start(flow_run: FlowRun) -> datetime:
+    """When this run was to start, as its schedule or whoever asked for it had it, not when its turn came."""
+    with get_client(sync_client=True) as client:
+        states = client.read_flow_run_states(flow_run.id)
+    times = [
+        (state.timestamp, state.state_details.scheduled_time)
+        for state in states
+        if state.type == StateType.SCHEDULED and state.name not in ("Late", "AwaitingConcurrencySlot")
+    ]
+    start = max(times)[1] if times else None
+    return datetime.fromisoformat(start.isoformat()) if start is not None else datetime.now(UTC)
+
+
+def _next_window(flow_run: FlowRun, deadline: Deadline) -> datetime:
+    """When the deployment's schedule runs next, in place of that run; without a schedule the same time the next day.
+
+    One run carries a job through all its nights: the run that the schedule has made for the next one would only queue
+    up behind it, and be one more every night.
+    """
+    now = datetime.now(UTC)
+    with get_client(sync_client=True) as client:
+        planned = client.read_flow_runs(
+            deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[flow_run.deployment_id])),
+            flow_run_filter=FlowRunFilter(
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+                next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(after_=max(now, deadline.at)),
+            ),
+            sort=FlowRunSort.NEXT_SCHEDULED_START_TIME_ASC,
+        )
+        for run in planned:
+            start = run.next_scheduled_start_time
+            if run.auto_scheduled and run.id != flow_run.id and start is not None:
+                if run.parameters == flow_run.parameters:
+                    told = f"flow run {flow_run.id} (`{flow_run.name}`) goes on in this window"
+                    client.set_flow_run_state(run.id, Cancelled(name="Continued", message=told), force=True)
+                return datetime.fromisoformat(start.isoformat())
+    return deadline.next_start(now)
+
+
+# Kept for ever: what it holds must not be let go when nobody refers to it any more.
+_shielded = ExitStack()
+
+
+def outlive_a_lost_slot() -> None:
+    """Go on when the run's concurrency slot is lost, where Prefect would cancel the run in the middle of a layer.
+
+    The slot's lease is in the server's memory: a server that is restarted has forgotten it, and a run of hours would die
+    of a restart of seconds. What a lost slot may let in, the locks of the root and of the devices keep apart. The shield
+    is not lowered at the end of a run, or the cancellation that waits behind it would strike the finished run; so this
+    is for processes that end with their run.
+    """
+    _shielded.enter_context(shield())
+
+
+@contextmanager
+def suspension_at_boundaries() -> Iterator[Callable[[], State | None]]:
+    """While the context lasts a suspension cuts no layer short; what is yielded tells the state of one that was asked for.
+
+    Prefect raises the pause wherever the flow or a task next looks at it, which is inside a layer as well.
+    """
+    context = FlowRunContext.get()
+    if context is None:
+        yield lambda: None
+        return
+    request = context.flow_run_suspension_request
+    with context.model_copy(update={"flow_run_suspension_request": type(request)()}):
+        yield request.get_state

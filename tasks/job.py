@@ -81,7 +81,7 @@ class _Grid(_Quantization):
 class GPTQConfig(_Grid):
     """GPTQ: columns are rounded one by one, each error spread over the columns that follow (arXiv 2210.17323)."""
 
-    method: Literal["gptq"] = "gptq"
+    method: Literal["gptq"] = Field("gptq", description="GPTQ, which needs calibration data.")
     desc_act: bool = Field(False, description="Quantize columns by falling activation (act-order).")
     act_group_aware: bool = Field(
         True,
@@ -123,7 +123,7 @@ class GPTQConfig(_Grid):
 class RTNConfig(_Grid):
     """Round to nearest: no calibration, no chain between layers."""
 
-    method: Literal["rtn"] = "rtn"
+    method: Literal["rtn"] = Field("rtn", description="Round to nearest, without calibration data.")
 
 
 Quantization = Annotated[GPTQConfig | RTNConfig, Field(discriminator="method")]
@@ -236,9 +236,11 @@ class QuantizationJob(_Frozen):
     output: PathText = Field(
         description="Directory of the finished model; it must not exist, or hold this very job's export."
     )
-    quantization: Quantization = Field(default_factory=GPTQConfig)
+    quantization: Quantization = Field(default_factory=GPTQConfig, description="The method and its settings.")
     calibration: CalibrationConfig | None = Field(None, description="Needed by methods that look at activations.")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="Where progress is kept, and what is done with what is there."
+    )
     devices: Literal["auto"] | tuple[str, ...] = Field(
         "auto",
         description="`auto` takes every visible GPU, else the CPU; or a list such as cuda:0, cuda:1 or cpu, cpu.",
@@ -246,7 +248,7 @@ class QuantizationJob(_Frozen):
     offload_directory: PathText | None = Field(
         None, description="Scratch that `checkpoint.path=auto` may use as its root."
     )
-    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="What is told about tensors.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random; names of layers are mixed in.")
 
     @model_validator(mode="before")

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tasks.places import partial_name
 from tasks.report import REPORT_FILE
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,10 +45,19 @@ def read_report(output: Path) -> dict[str, Any] | None:
     """The report of a finished export at `output`, or None where there is none that can be read."""
     try:
         report = json.loads((output / REPORT_FILE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
-    is_ours = isinstance(report, dict) and isinstance(report.get("files"), dict) and "identity" in report
-    return report if is_ours and (output / INDEX_FILE).is_file() else None
+    return report if _is_ours(report) and (output / INDEX_FILE).is_file() else None
+
+
+def _is_ours(report: Any) -> bool:
+    """Whether this JSON, which may be anything, is a report with what `damage` and a comparison of identities need."""
+    if not isinstance(report, dict) or not isinstance(report.get("identity"), str):
+        return False
+    files = report.get("files")
+    return isinstance(files, dict) and all(
+        Path(name).name == name and isinstance(sha256, str) for name, sha256 in files.items()
+    )
 
 
 def damage(output: Path, report: Mapping[str, Any]) -> list[str]:
@@ -98,7 +108,7 @@ def foreign_names(output: Path) -> list[str]:
 
 
 def _partials(output: Path) -> Iterator[tuple[Path, bool]]:
-    prefix = f".{output.name}.partial-"
+    prefix = partial_name(output, "")
     for directory, in_place in ((output.parent, False), (output, True)):
         if not directory.is_dir():
             continue
@@ -151,7 +161,7 @@ class Export:
         self._in_place = output.is_dir()
         parent = output if self._in_place else output.parent
         parent.mkdir(parents=True, exist_ok=True)
-        self.directory = parent / f".{output.name}.partial-{uuid.uuid4().hex}"
+        self.directory = parent / partial_name(output, uuid.uuid4().hex)
 
     def __enter__(self) -> "Export":
         self.directory.mkdir()

@@ -34,13 +34,29 @@ def unwritable(name: str, path: Path) -> Iterator[str]:
         yield f"{name} `{path}` can't be used: this user may not list and write `{existing}`; change its owner or mode"
 
 
+def partial_name(output: Path, identifier: str) -> str:
+    """Name of the directory, beside or inside `output`, in which a run builds it."""
+    return f".{output.name}.partial-{identifier}"
+
+
+def unnameable(output: Path) -> Iterator[str]:
+    """A name that is too long for the file system once it is that of the directory in the making."""
+    longest = os.pathconf(_nearest_directory(output), "PC_NAME_MAX")
+    surplus = len(os.fsencode(partial_name(output, "0" * 32))) - longest
+    if surplus > 0:
+        yield (
+            f"output `{output}` can't be built: its name is {surplus} bytes too long (the directory in the making has "
+            f"{len(partial_name(Path('x'), '0' * 32)) - 1} more, the file system takes {longest}); shorten it"
+        )
+
+
 def occupied(output: Path) -> Iterator[str]:
     if not os.path.isdir(output) or not os.access(output, os.R_OK | os.X_OK):
         return  # told by `unwritable`, if it can't be made
     if os.path.isfile(output / REPORT_FILE):
         return  # whose export it is, the run finds out when the job's identity is known
     # A run that died while it filled an existing directory leaves its own, which the export cleans up.
-    partial = f".{output.name}.partial-"
+    partial = partial_name(output, "")
     names = sorted(entry.name for entry in os.scandir(output))
     if os.path.ismount(output):
         names = [name for name in names if name != "lost+found"]
@@ -56,10 +72,15 @@ def _nearest_existing(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def space_at(purpose: str, path: Path, needed: int, present: int) -> DiskSpace:
+def _nearest_directory(path: Path) -> Path:
     existing = _nearest_existing(path)
     while not os.path.isdir(existing):
         existing = existing.parent
+    return existing
+
+
+def space_at(purpose: str, path: Path, needed: int, present: int) -> DiskSpace:
+    existing = _nearest_directory(path)
     found = os.statvfs(existing)
     # f_bavail: what an ordinary user may still write.
     return DiskSpace(purpose, path, needed, present, found.f_bavail * found.f_frsize, existing.stat().st_dev)

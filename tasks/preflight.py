@@ -19,7 +19,16 @@ from tasks.formats import gptq as layout
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
 from tasks.models.decoder import SUPPORTED, Decoder, is_supported
 from tasks.models.source import SourceError, SourceModel
-from tasks.places import REPORT_FILE, bytes_of_objects, occupied, overlaps, space_at, space_problems, unwritable
+from tasks.places import (
+    REPORT_FILE,
+    bytes_of_objects,
+    occupied,
+    overlaps,
+    space_at,
+    space_problems,
+    unnameable,
+    unwritable,
+)
 from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
 
 LAYER_WEIGHT = re.compile(r"(?:.+\.)?layers\.\d+\.(.+)\.weight")
@@ -110,6 +119,7 @@ class _Findings:
         for name in ("checkpoint", "output"):
             if (path := places[name]) is not None:
                 self.problems += unwritable(name, path)
+        self.problems += unnameable(self.output)
         self.problems += occupied(self.output)
 
     def look_at_shapes(self) -> None:

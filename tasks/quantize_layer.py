@@ -18,7 +18,7 @@ from checkpoint_store import session
 from checkpoint_store.tensors import safetensors_payload
 from tasks import running
 from tasks.formats import gptq as layout
-from tasks.quantize_shard import LayerWork, quantize_shard
+from tasks.quantize_shard import LayerWork, SiblingFailed, quantize_shard
 from tasks.report import LayerReceipt, ModuleReport
 
 TASK_RETRIES = 2
@@ -66,7 +66,7 @@ def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> 
     run = running.current()
     run.begin_layer(layer)
     run.work = work = LayerWork(run, layer)
-    _gather(work, quantize_shard.map(unmapped(layer), list(range(work.device_count))))
+    _run_shards(work, layer)
     packed = pack(run, work)
     scan(packed, name)
     ref = session.current().stage_layer(name, safetensors_payload(packed))
@@ -75,17 +75,25 @@ def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> 
     return _receipt(run, work, key, ref.sha256, ref.size).model_dump(mode="json")
 
 
-def _gather(work: LayerWork, shards: PrefectFutureList[int]) -> None:
-    """Wait for all shards; the first real error of any of them, not the broken barrier of its siblings."""
+def _run_shards(work: LayerWork, layer: int) -> None:
+    """Start all shards and wait for them; the first real error of any of them, not the broken barrier of its siblings."""
     try:
+        shards: PrefectFutureList[int] = quantize_shard.map(unmapped(layer), list(range(work.device_count)))
         for shard in as_completed(list(shards), timeout=SHARD_TIMEOUT_SECONDS):
             if not shard.state.is_completed():
                 work.abort()  # also when it failed before its first line, where it could not break the barrier itself
         if work.error is not None:
             raise work.error
-        shards.result(timeout=SHARD_TIMEOUT_SECONDS)
+        told_by_siblings = None
+        for shard in shards:
+            try:
+                shard.result(timeout=SHARD_TIMEOUT_SECONDS)
+            except SiblingFailed as error:
+                told_by_siblings = error
+        if told_by_siblings is not None:
+            raise told_by_siblings
     finally:
-        work.abort()  # a run that is given up here leaves no shard at work
+        work.abort()  # a run that is given up here, or while shards are started, leaves none at work
 
 
 def pack(run: running.Run, work: LayerWork) -> dict[str, Tensor]:

@@ -174,6 +174,17 @@ def test_another_jobs_export_is_refused(finished: QuantizationJob, model: Path, 
     assert ran == []
 
 
+def test_the_output_is_the_place_that_preflight_looked_at_also_behind_a_link(
+    model: Path, tmp_path: Path, prefect_server: None
+) -> None:
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "deep")
+    report = quantize_model(rtn(model, tmp_path, output="link/../output"))
+    assert report.output == str(tmp_path / "output")
+    assert (tmp_path / "output" / INDEX_FILE).exists()
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["deep"]
+
+
 def test_an_output_with_foreign_files_is_refused_before_any_layer(
     model: Path, tmp_path: Path, prefect_server: None
 ) -> None:

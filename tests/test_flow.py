@@ -1,6 +1,7 @@
 """The flow as a whole: its report, its names, its progress, and that devices decide nothing."""
 
 import inspect
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,32 @@ def test_values_outside_the_layers_that_are_not_finite_are_refused_before_the_fi
     ):
         quantize_model(job)
     assert ran == [] and not Path(job.output).exists()
+
+
+def test_a_shard_that_fails_before_it_can_tell_its_siblings_is_the_error_to_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded, arrived = quantize_shard.LayerWork.guarded, itertools.count()
+
+    def refused(work: quantize_shard.LayerWork) -> Any:
+        if next(arrived) == 1:
+            raise OSError("no thread can be had")
+        return guarded(work)
+
+    monkeypatch.setattr(quantize_shard.LayerWork, "guarded", refused)
+    with pytest.raises(OSError, match="no thread can be had"):
+        quantize_model(tiny_job(model, tmp_path, devices=("cpu", "cpu")))
+
+
+def test_shards_that_started_before_the_run_is_given_up_do_not_wait_for_those_that_did_not(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_by_one = quantize_layer.quantize_shard.submit
+
+    def only_the_first(layers: Any, devices: list[int]) -> None:
+        one_by_one(layers.value, devices[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize_layer.quantize_shard, "map", only_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_model(tiny_job(model, tmp_path, devices=("cpu", "cpu")))

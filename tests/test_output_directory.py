@@ -120,7 +120,20 @@ def test_damage_names_what_is_missing_and_what_has_changed(tmp_path: Path) -> No
     assert changed.startswith("`model-00001-of-00001.safetensors` has other bytes")
 
 
-@pytest.mark.parametrize("broken", ["no report", "no index", "not json", "not ours"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "no report",
+        "no index",
+        "not json",
+        "not ours",
+        "a directory",
+        "[" * 100_000,
+        '{"files": {}, "identity": 5}',
+        '{"files": {"config.json": 7}, "identity": "abc"}',
+        '{"files": {"../secret": "0"}, "identity": "abc"}',
+    ],
+)
 def test_what_is_not_a_finished_export_is_not_taken_for_one(tmp_path: Path, broken: str) -> None:
     write(tmp_path / "model")
     report = tmp_path / "model" / REPORT_FILE
@@ -133,6 +146,11 @@ def test_what_is_not_a_finished_export_is_not_taken_for_one(tmp_path: Path, brok
             report.write_text("{")
         case "not ours":
             report.write_text('{"files": []}')
+        case "a directory":
+            report.unlink()
+            report.mkdir()
+        case _:
+            report.write_text(broken)
     assert output_directory.read_report(tmp_path / "model") is None
 
 

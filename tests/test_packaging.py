@@ -115,7 +115,7 @@ def test_prefect_loads_the_flow_by_module_and_by_file_from_any_directory(entrypo
         text=True,
         check=False,
     )
-    assert done.stdout.split() == ["quantize-model", "job"], done.stderr
+    assert done.stdout.split() == ["quantize-model", "job", "deadline"], done.stderr
 
 
 def test_the_operators_commands_start_without_torch_and_prefect() -> None:

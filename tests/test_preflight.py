@@ -231,6 +231,11 @@ def test_a_place_that_is_a_file_or_below_one_is_refused(model, tmp_path, name):
     assert "is there and is none; name another place" in problem_of(model, tmp_path, **changes[name])
 
 
+def test_a_name_that_only_the_directory_in_the_making_makes_too_long_is_refused(model, tmp_path):
+    assert "shorten it" in problem_of(model, tmp_path, output=str(tmp_path / ("y" * 250)))
+    assert "shorten it" in problem_of(model, tmp_path, output=str(tmp_path / ("\u00e4" * 110)))
+
+
 def test_a_place_where_this_user_may_not_write_is_refused(model, tmp_path, monkeypatch):
     # Root may write everywhere, so the kernel's answer is given here.
     monkeypatch.setattr(os, "access", lambda path, mode, real=os.access: not mode & os.W_OK and real(path, mode))

@@ -16,6 +16,7 @@ from flows import stopping
 from flows.stopping import GaveUp, StopRequest
 
 LOGGER = logging.getLogger("test_stopping")
+STOP = StopRequest(LOGGER, lambda: "")
 
 
 def send(number: int) -> None:
@@ -92,7 +93,7 @@ def test_a_thread_that_is_not_the_main_one_is_refused_by_name() -> None:
 @pytest.mark.parametrize("flow_run", [None, SimpleNamespace(deployment_id=None)])
 def test_a_run_that_nobody_can_restart_ends_in_checkpoint_stopped(flow_run: Any) -> None:
     with pytest.raises(CheckpointStopped, match="3 of 30"):
-        stopping.end(flow_run, "3 of 30 layers published")
+        stopping.end(flow_run, "3 of 30 layers published", STOP)
 
 
 class FakeApi:
@@ -120,5 +121,5 @@ def test_a_deployed_run_aborts_and_is_scheduled_anew_unless_it_is_cancelled(
     api = FakeApi(state)
     monkeypatch.setattr(stopping, "get_client", lambda sync_client: api)
     with pytest.raises(Abort):
-        stopping.end(SimpleNamespace(id="run", deployment_id="deployment"), "stopped")  # type: ignore[arg-type]
+        stopping.end(SimpleNamespace(id="run", deployment_id="deployment"), "stopped", STOP)  # type: ignore[arg-type]
     assert [set_state.name for set_state in api.set_states] == ([] if state.value == "CANCELLING" else ["Checkpointed"])

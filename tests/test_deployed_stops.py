@@ -1,0 +1,231 @@
+"""Stopping a deployed run in every way there is, on a real server: how it ends, what is published, and that it goes on.
+
+Jobs publish after the last layer only, so that whatever is published before it was published because of the stop.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.client.schemas.objects import StateType
+from prefect.states import Pending, Suspended
+
+from tests.deployed import (
+    LAYERS,
+    PrefectServer,
+    descendants,
+    end,
+    engine,
+    finish,
+    flow_process,
+    history,
+    layer_states,
+    layers_published,
+    nothing_left,
+    prefect_server,
+    read,
+    set_state,
+    slow_job,
+    slow_model,
+    start,
+    wait_for_log,
+    wait_for_state,
+    wait_until,
+    wait_until_final,
+    wait_until_published,
+    wait_until_staged,
+    worker,
+)
+from tests.flow_jobs import contents
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as server:
+        server.call("deploy", module="flows.cli")
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def alone(server: PrefectServer) -> Iterator[None]:
+    with nothing_left(server):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return slow_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: PrefectServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of the output of a run that nothing stopped."""
+    job = slow_job(model, tmp_path_factory.mktemp("undisturbed"))
+    run = start(server, job, state=Pending())
+    assert finish(engine(server, run)) == 0, server.log(str(run))
+    return contents(job.output)
+
+
+def assert_nothing_was_done_twice(server: PrefectServer, run: object, published: int) -> None:
+    states = layer_states(server, run)  # type: ignore[arg-type]
+    assert states.count("Completed") == LAYERS, states
+    assert states.count("Cached") == published, states
+
+
+def test_a_cancelled_run_publishes_the_layer_in_work_and_a_retry_finishes_it(
+    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    job = slow_job(model, tmp_path, interval="layer:100", resume="never")
+    with worker(server) as running_worker:
+        run = start(server, job)
+        wait_until_staged(job, 2)
+        set_state(server, run, StateType.CANCELLING)
+        assert wait_until_final(server, run).name == "Cancelled"
+        assert history(server, run)[-3:] == ["Running", "Cancelling", "Cancelled"]
+        published = layers_published(job)
+        assert 1 <= published < LAYERS
+        wait_until(lambda: not descendants(running_worker.pid), lambda: "the flow process lives on")
+        server.call("flow-run", "retry", str(run))
+        assert wait_for_state(server, run, "Completed", "Failed", "Crashed").name == "Completed", server.log("worker")
+    assert_nothing_was_done_twice(server, run, published)
+    assert contents(job.output) == undisturbed
+
+
+def test_sigterm_to_the_flow_process_is_followed_by_a_fresh_process_unattended(
+    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    job = slow_job(model, tmp_path, interval="layer:100", resume="never")
+    with worker(server) as running_worker:
+        run = start(server, job)
+        wait_until_staged(job, 2)
+        stopped = flow_process(running_worker)
+        os.kill(stopped, signal.SIGTERM)
+        checkpointed = wait_for_state(server, run, "Checkpointed")
+        assert "layers published" in str(checkpointed.message)
+        published = layers_published(job)
+        assert 1 <= published < LAYERS
+        assert wait_until_final(server, run).name == "Completed", server.log("worker")
+    assert not {"Crashed", "Failed"} & set(history(server, run))
+    assert_nothing_was_done_twice(server, run, published)
+    assert contents(job.output) == undisturbed
+
+
+def test_a_suspended_run_finishes_its_layer_and_resume_goes_on_in_a_fresh_process(
+    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    job = slow_job(model, tmp_path, interval="layer:100")
+    with worker(server) as running_worker:
+        run = start(server, job)
+        wait_until_staged(job, 2)
+        with server.client() as client:
+            client.set_flow_run_state(run, Suspended(timeout_seconds=3600), force=True)
+        wait_until(lambda: not descendants(running_worker.pid), lambda: "the flow process lives on")
+        state = read(server, run).state
+        assert state is not None and state.name == "Suspended"
+        published = layers_published(job)
+        assert 1 <= published < LAYERS
+        assert layer_states(server, run) == ["Completed"] * published, "a layer was cut short"
+        with server.client() as client:
+            client.resume_flow_run(run)
+        assert wait_until_final(server, run).name == "Completed", server.log("worker")
+    assert_nothing_was_done_twice(server, run, published)
+    assert contents(job.output) == undisturbed
+
+
+def test_a_deadline_stops_at_a_boundary_and_the_run_is_scheduled_for_the_next_window(
+    server: PrefectServer, model: Path, tmp_path: Path
+) -> None:
+    job = slow_job(model, tmp_path, samples=800, interval="layer:100")
+    run = start(server, job, state=Pending(), deadline="12s")
+    assert finish(engine(server, run)) == 0
+    state = read(server, run).state
+    assert state is not None and state.name == "Checkpointed", server.log(str(run))
+    assert "deadline 12s: stopped with" in str(state.message)
+    assert 1 <= layers_published(job) < LAYERS
+    scheduled = state.state_details.scheduled_time
+    assert scheduled is not None
+    assert 23 * 3600 < (scheduled - state.timestamp).total_seconds() < 24 * 3600
+
+
+def test_a_signal_before_the_first_layer_publishes_nothing(server: PrefectServer, model: Path, tmp_path: Path) -> None:
+    job = slow_job(model, tmp_path)
+    run = start(server, job, state=Pending(), deadline="8h")
+    process = engine(server, run)
+    wait_for_log(server, str(run), "deadline 8h: ")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == 0
+    state = read(server, run).state
+    assert state is not None and state.name == "Checkpointed", server.log(str(run))
+    assert "before the first layer" in str(state.message)
+    assert layers_published(job) == 0
+    assert layer_states(server, run) == []
+
+
+def test_a_signal_after_the_last_layer_does_not_prevent_the_export(
+    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    job = slow_job(model, tmp_path)
+    run = start(server, job, state=Pending())
+    process = engine(server, run)
+    wait_for_log(server, str(run), f"layer {LAYERS} of {LAYERS}: loss")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == 0
+    assert wait_until_final(server, run).name == "Completed", server.log(str(run))
+    assert contents(job.output) == undisturbed
+
+
+def test_the_second_signal_tells_how_far_and_the_third_gives_up_with_what_is_published(
+    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    job = slow_job(model, tmp_path, samples=800)
+    run = start(server, job, state=Pending())
+    process = engine(server, run)
+    wait_until_published(job, 1, server, str(run))
+    time.sleep(0.5)  # the second layer takes some seconds, and begins at once
+    process.send_signal(signal.SIGTERM)
+    wait_for_log(server, str(run), "SIGTERM: stopping after layer 2 of 8")
+    process.send_signal(signal.SIGTERM)
+    wait_for_log(server, str(run), "SIGTERM again: still in layer 2 of 8")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == 1
+    assert wait_until_final(server, run).name == "Crashed", server.log(str(run))
+    assert layers_published(job) == 1
+    with worker(server):
+        server.call("flow-run", "retry", str(run))
+        assert wait_for_state(server, run, "Completed", "Failed").name == "Completed", server.log("worker")
+    assert layer_states(server, run).count("Cached") == 1
+
+
+def test_sigterm_to_serve_publishes_and_a_retry_on_a_new_serve_goes_on(
+    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    job = slow_job(model, tmp_path, interval="layer:100")
+    serving = server.spawn("serve", "serve", module="flows.cli")
+    try:
+        wait_for_log(server, "serve", "quantize-model/quantize")
+        run = start(server, job)
+        wait_until_staged(job, 2)
+        serving.send_signal(signal.SIGTERM)
+        assert finish(serving) == 0, server.log("serve")
+    finally:
+        if serving.poll() is None:
+            end(serving, signal.SIGKILL)
+    assert wait_until_final(server, run).name == "Cancelled"
+    published = layers_published(job)
+    assert 1 <= published < LAYERS
+    serving = server.spawn("serve again", "serve", module="flows.cli")
+    try:
+        server.call("flow-run", "retry", str(run))
+        assert wait_for_state(server, run, "Completed", "Failed", "Crashed").name == "Completed", server.log(
+            "serve again"
+        )
+    finally:
+        end(serving, signal.SIGKILL)
+        server.call("deploy", module="flows.cli")
+    assert_nothing_was_done_twice(server, run, published)
+    assert contents(job.output) == undisturbed
