@@ -124,6 +124,7 @@ class _Quantization:
     ) -> None:
         self.job, self.logger, self.stop, self.flow_run = job, logger, stop, flow_run
         self.started = time.monotonic()
+        self.published = 0  # finished layers in the newest generation
         self.root = checkpoint_root(job)
         self.output = absolute_path(job.output)
 
@@ -238,6 +239,7 @@ class _Quantization:
     def _quantize(self, run: running.Run, artifacts: Artifacts) -> None:
         """Every layer in order: the finished ones from their records, the others computed and published."""
         layer_count, cursor = run.decoder.layer_count, run.session.cursor
+        self.published = cursor
         # Before the first layer: the export would meet it after the last.
         refuse_not_finite(run.source, outer_names(run))
         storage = GenerationStorage(root=str(self.root))
@@ -263,7 +265,8 @@ class _Quantization:
             self._log(receipt, layer_count)
             artifacts.show(run.receipts, layer_count, run.seconds_left())
             self._look_at_the_clock(run)
-            self._publish_if_due(run)
+            if run.session.is_due(len(run.receipts)):
+                self._publish(run)
             self._stop_if_asked(run)
 
     def _prepare(self, run: running.Run) -> None:
@@ -296,17 +299,16 @@ class _Quantization:
                 f"{held.get(receipt.name, 'none')[:12]}; run `prefect-quantize verify {self.root}`"
             )
 
-    def _publish_if_due(self, run: running.Run) -> None:
-        """Publish at the interval, after the last layer, and before a stop; the session checks that nothing is missing."""
+    def _publish(self, run: running.Run) -> None:
+        """Publish every finished layer; the session checks that nothing is missing."""
         finished, layer_count = len(run.receipts), run.decoder.layer_count
-        if not (run.session.is_due(finished) or self.stop.requested):
-            return
         run.session.publish(
             finished,
             [receipt.name for receipt in run.receipts],
             [receipt.key for receipt in run.receipts],
             continuation_payloads(run.hidden) if finished < layer_count else [],
         )
+        self.published = finished
 
     def _look_at_the_clock(self, run: running.Run) -> None:
         """Whether the next layer fits before the deadline, judged by the slowest of the last ones."""
@@ -314,9 +316,15 @@ class _Quantization:
             self.stop.look_at_the_clock(max((receipt.seconds for receipt in run.receipts[-4:]), default=None))
 
     def _stop_if_asked(self, run: running.Run | None) -> None:
-        """End the run here when a stop was asked for; the last layer's publication lets the export follow."""
+        """End the run here when a stop was asked for, with every finished layer published whatever the interval.
+
+        The last layer's publication lets the export follow.
+        """
         if not self.stop.requested:
             return
+        # Here and not at the interval: a signal may come at any moment, also after that was looked at.
+        if run is not None and len(run.receipts) > self.published:
+            self._publish(run)
         if run is None or not (run.receipts or run.session.cursor):
             how_far = "before the first layer; this run published nothing"
         elif len(run.receipts) == run.decoder.layer_count:

@@ -79,6 +79,28 @@ def test_a_stop_publishes_whatever_the_interval(model: Path, tmp_path: Path) -> 
     assert ran == [2]
 
 
+def test_a_signal_after_the_interval_was_looked_at_publishes_all_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import quantize_model as module
+
+    stop_if_asked = module._Quantization._stop_if_asked
+
+    def signalled(self: Any, run: running.Run | None) -> None:
+        if run is not None and run.receipts:
+            os.kill(os.getpid(), signal.SIGTERM)
+        stop_if_asked(self, run)
+
+    job = tiny_job(model, tmp_path, interval="layer:50")
+    monkeypatch.setattr(module._Quantization, "_stop_if_asked", signalled)
+    with pytest.raises(CheckpointStopped, match="1 of 3 layers published"):
+        quantize_model(job)
+    monkeypatch.undo()
+    with layers_run() as ran:
+        assert quantize_model(job).resumed_from == 1
+    assert ran == [1, 2]
+
+
 def test_the_interval_publishes_every_so_many_layers_and_the_last(model: Path, tmp_path: Path) -> None:
     from checkpoint_store.store import CheckpointStore
 
