@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, 1 failed, 2 usage or refused by preflight, 75 stopped after a checkpoint (run again), 76 identity
 mismatch, 77 store locked, 78 damaged, 79 storage full, 80 no checkpoint where one is required, 81 a checkpoint where none
-may be, 82 written by a newer format, 130 interrupted before there was anything to keep.
+may be, 82 written by a newer format, 130 interrupted at once (what is published stays).
 """
 
 import argparse

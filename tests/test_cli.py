@@ -222,7 +222,9 @@ def test_ctrl_c_to_the_group_ends_with_75_and_the_same_command_goes_on(model: Pa
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment = clean | {"PREFECT_HOME": str(tmp_path / "prefect"), "TERM": "xterm", "COLUMNS": "200"}
     terminal, theirs = pty.openpty()
-    run = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, process_group=0)
+    run = subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=theirs, process_group=0
+    )
     os.close(theirs)
     shown = _read_until(terminal, b"layer 2 of 12")
     os.killpg(run.pid, signal.SIGINT)
