@@ -17,7 +17,7 @@ from checkpoint_store.errors import StorageFull
 from checkpoint_store.tensors import tensors_from
 from tasks import running
 from tasks.formats import gptq
-from tasks.output_directory import INDEX_FILE, Export, json_bytes, remove_leftovers
+from tasks.output_directory import INDEX_FILE, Export, foreign_names, json_bytes, remove_leftovers
 from tasks.report import Report
 
 # Copied as they are: a strict saver that rejects a shipped file must not cost a finished run.
@@ -73,6 +73,11 @@ def export_model(model: str) -> Report:
     try:
         for name in remove_leftovers(run.output):
             run.logger.warning("removed `%s`, which a run that died had left at the output", name)
+        if names := foreign_names(run.output):  # again: hours have passed since the start of the run
+            raise ValueError(
+                f"output {run.output} has been filled by somebody else meanwhile ({', '.join(names[:3])}); all layers are "
+                f"published at {run.root}: move these files away or name another output, and run again"
+            )
         with Export(run.output) as export:
             size = _add_weights(run, export)
             _add_descriptions(run, export)

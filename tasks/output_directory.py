@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -201,7 +202,12 @@ class Export:
     def add_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """One more shard, of tensors that were not quantized."""
         path = self.directory / name
-        save_file({key: tensors[key].contiguous() for key in sorted(tensors)}, path, metadata={"format": "pt"})
+        try:
+            save_file({key: tensors[key].contiguous() for key in sorted(tensors)}, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # its only word of a full disk or a lost one
+            if found := re.search(r"\(os error (\d+)\)", str(error)):
+                raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+            raise
         path.chmod(0o666 & ~_umask())
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

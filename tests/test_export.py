@@ -185,6 +185,22 @@ def test_the_output_is_the_place_that_preflight_looked_at_also_behind_a_link(
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["deep"]
 
 
+def test_files_that_came_into_the_output_while_layers_were_quantized_are_not_overwritten(
+    model: Path, tmp_path: Path, prefect_server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, clear = rtn(model, tmp_path), export.remove_leftovers
+
+    def somebody_writes(output: Path) -> list[str]:
+        output.mkdir()
+        (output / "config.json").write_text("somebody's")
+        return clear(output)
+
+    monkeypatch.setattr(export, "remove_leftovers", somebody_writes)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        quantize_model(job)
+    assert {path.name: path.read_text() for path in Path(job.output).iterdir()} == {"config.json": "somebody's"}
+
+
 def test_an_output_with_foreign_files_is_refused_before_any_layer(
     model: Path, tmp_path: Path, prefect_server: None
 ) -> None:

@@ -1,5 +1,6 @@
 """An output directory is whole or absent, whatever dies while it is made, and no foreign file is touched."""
 
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from tasks import output_directory
@@ -217,3 +219,15 @@ def test_a_foreign_file_beside_moved_ones_is_neither_removed_nor_taken_for_ours(
     assert output_directory.foreign_names(output) == ["config.json"]
     assert output_directory.remove_leftovers(output) == [partial.name]
     assert contents(output) == {"config.json": b"{}"}
+
+
+def test_a_full_disk_under_a_shard_is_the_same_error_as_under_any_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(output_directory, "save_file", full)
+    with pytest.raises(OSError) as caught, Export(tmp_path / "model") as export:
+        export.add_tensors("model-00001-of-00001.safetensors", {"a": torch.ones(2)})
+    assert caught.value.errno == errno.ENOSPC

@@ -335,3 +335,12 @@ def test_a_git_lfs_pointer_is_recognised(tmp_path):
     (tmp_path / "s").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(HeaderError, match="git lfs pull"):
         read_header(tmp_path / "s", "s")
+
+
+@pytest.mark.parametrize("value", ["Infinity", "NaN", "1e999", '"\\ud800"'])
+def test_a_config_that_could_not_be_written_again_is_refused_on_opening(tmp_path, value):
+    path = write_tiny_llama(tmp_path / "model")
+    config = (path / "config.json").read_text().strip()
+    (path / "config.json").write_text(f'{config[:-1]}, "note": {value}}}')
+    with pytest.raises(SourceError, match=r"`config.json` is not JSON"):
+        SourceModel.open(str(path))

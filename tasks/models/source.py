@@ -177,6 +177,7 @@ def _first_line(error: Exception) -> str:
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # Python reads more than can be written again
     except FileNotFoundError:
         problems.append(f"`{path.name}` is missing")
         return {}
