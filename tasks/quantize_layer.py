@@ -79,6 +79,7 @@ def _gather(work: LayerWork, shards: PrefectFutureList[int]) -> None:
     """Wait for all shards; the first real error of any of them, not the broken barrier of its siblings."""
     try:
         for shard in as_completed(list(shards), timeout=SHARD_TIMEOUT_SECONDS):
+            shard.wait()  # it is done; this takes its state from the thread, where `state` alone asks the API
             if not shard.state.is_completed():
                 work.abort()  # also when it failed before its first line, where it could not break the barrier itself
         if work.error is not None:

@@ -182,7 +182,7 @@ def test_a_signal_after_the_last_layer_does_not_prevent_the_export(
 def test_the_second_signal_tells_how_far_and_the_third_gives_up_with_what_is_published(
     server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    job = slow_job(model, tmp_path, samples=800)
+    job = slow_job(model, tmp_path, samples=600)
     run = start(server, job, state=Pending())
     process = engine(server, run)
     wait_until_published(job, 1, server, str(run))
@@ -192,7 +192,7 @@ def test_the_second_signal_tells_how_far_and_the_third_gives_up_with_what_is_pub
     process.send_signal(signal.SIGTERM)
     wait_for_log(server, str(run), "SIGTERM again: still in layer 2 of 8")
     process.send_signal(signal.SIGTERM)
-    assert finish(process) == 1
+    assert finish(process) == 0, "the crash is reported to the server, which Prefect takes for handled"
     assert wait_until_final(server, run).name == "Crashed", server.log(str(run))
     assert layers_published(job) == 1
     with worker(server):
