@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flows.deadline import checked
 from flows.job_arguments import add_job_arguments, job_from
 from tasks.job import QuantizationJob
 
@@ -30,6 +31,11 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
     run = commands.add_parser("run", help="quantize a model; the same command again goes on where it was stopped")
     add_job_arguments(run)
+    run.add_argument(
+        "--deadline",
+        metavar="WHEN",
+        help="stop after the last layer that ends before it, with exit code 75: 06:00, '06:00 Europe/Berlin', 8h, 90m",
+    )
     _add_output_options(run)
     run.set_defaults(command=_run)
 
@@ -39,7 +45,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     plan.set_defaults(command=_plan)
 
 
-def quantize(job: QuantizationJob, *, verbose: bool) -> "Report":
+def quantize(job: QuantizationJob, *, verbose: bool, deadline: str | None = None) -> "Report":
     """Run the flow on this job with its progress on stderr, on the configured Prefect server or one of our own."""
     from flows.console import run_shown
     from flows.embedded_server import embedded_server
@@ -51,7 +57,7 @@ def quantize(job: QuantizationJob, *, verbose: bool) -> "Report":
     ):
         from flows.quantize_model import quantize_model
 
-        return quantize_model(job)
+        return quantize_model(job, deadline=deadline)
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +66,9 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    report = quantize(job_from(arguments), verbose=arguments.verbose)
+    if arguments.deadline is not None:
+        checked(arguments.deadline)
+    report = quantize(job_from(arguments), verbose=arguments.verbose, deadline=arguments.deadline)
     print(report.model_dump_json(indent=2) if arguments.json else summary(report))
     return 0
 

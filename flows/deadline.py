@@ -72,9 +72,10 @@ def _parsed(text: str) -> time | timedelta:
     return duration
 
 
-def _checked(text: str) -> str:
+def checked(text: str) -> str:
+    """`text` when it is a deadline; ValueError tells how to write one."""
     _parsed(text)
     return text
 
 
-DeadlineText = Annotated[str, AfterValidator(_checked)]
+DeadlineText = Annotated[str, AfterValidator(checked)]

@@ -80,6 +80,7 @@ def _run_shards(work: LayerWork, layer: int) -> None:
     try:
         shards: PrefectFutureList[int] = quantize_shard.map(unmapped(layer), list(range(work.device_count)))
         for shard in as_completed(list(shards), timeout=SHARD_TIMEOUT_SECONDS):
+            shard.wait()  # it is done; this takes its state from the thread, where `state` alone asks the API
             if not shard.state.is_completed():
                 work.abort()  # also when it failed before its first line, where it could not break the barrier itself
         if work.error is not None:

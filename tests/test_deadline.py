@@ -7,6 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from checkpoint_store.errors import CheckpointStopped
+from flows import cli
 from flows.deadline import Deadline, DeadlineText
 from flows.quantize_model import quantize_model
 from tests.flow_jobs import contents, tiny_job
@@ -51,6 +52,11 @@ def test_a_run_that_had_to_wait_until_the_morning_has_missed_its_window() -> Non
 def test_what_is_no_deadline_is_refused_with_the_ways_to_write_one(text: str) -> None:
     with pytest.raises(ValidationError, match="deadline `"):
         TypeAdapter(DeadlineText).validate_python(text)
+
+
+def test_the_command_line_refuses_a_deadline_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "model", "--output", "output", "--deadline", "at dawn"]) == 2
+    assert "deadline `at dawn` is not understood" in capsys.readouterr().err
 
 
 def test_a_plain_run_at_its_deadline_publishes_and_raises_checkpoint_stopped_and_the_next_goes_on(

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Pending, Suspended
 
 from tests.deployed import (
@@ -140,16 +142,45 @@ def test_a_suspended_run_finishes_its_layer_and_resume_goes_on_in_a_fresh_proces
 def test_a_deadline_stops_at_a_boundary_and_the_run_is_scheduled_for_the_next_window(
     server: PrefectServer, model: Path, tmp_path: Path
 ) -> None:
-    job = slow_job(model, tmp_path, samples=800, interval="layer:100")
-    run = start(server, job, state=Pending(), deadline="12s")
+    job = slow_job(model, tmp_path, samples=400, interval="layer:100")
+    run = start(server, job, state=Pending(), deadline="6s")
     assert finish(engine(server, run)) == 0
     state = read(server, run).state
     assert state is not None and state.name == "Checkpointed", server.log(str(run))
-    assert "deadline 12s: stopped with" in str(state.message)
+    assert "deadline 6s: stopped with" in str(state.message)
     assert 1 <= layers_published(job) < LAYERS
     scheduled = state.state_details.scheduled_time
     assert scheduled is not None
     assert 23 * 3600 < (scheduled - state.timestamp).total_seconds() < 24 * 3600
+
+
+def test_a_run_that_its_deadline_stopped_takes_the_place_of_the_one_that_is_scheduled_next(
+    server: PrefectServer, model: Path, tmp_path: Path
+) -> None:
+    job = slow_job(model, tmp_path, samples=400)
+    parameters = {"job": job.model_dump(mode="json"), "deadline": "3s"}
+    with server.client() as client:
+        overnight = client.read_deployment_by_name("quantize-model/overnight")
+        assert not overnight.schedules[0].active, "without a job there is nothing to do"
+        path = f"/deployments/{overnight.id}"
+        client._client.patch(path, json={"parameters": parameters}).raise_for_status()
+        client._client.patch(f"{path}/schedules/{overnight.schedules[0].id}", json={"active": True}).raise_for_status()
+
+        def planned() -> list[FlowRun]:
+            runs = client.read_flow_runs(
+                deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[overnight.id])),
+                sort=FlowRunSort.NEXT_SCHEDULED_START_TIME_ASC,
+            )
+            return [run for run in runs if run.auto_scheduled]
+
+        nights = wait_until(planned, lambda: "the schedule plans nothing")
+        run = start(server, job, deployment="quantize-model/overnight", state=Pending(), deadline="3s")
+        assert finish(engine(server, run)) == 0
+        client._client.patch(f"{path}/schedules/{overnight.schedules[0].id}", json={"active": False}).raise_for_status()
+    state, tonight = read(server, run).state, read(server, nights[0].id).state
+    assert state is not None and state.name == "Checkpointed", server.log(str(run))
+    assert state.state_details.scheduled_time == nights[0].expected_start_time
+    assert tonight is not None and tonight.name == "Continued" and str(run) in str(tonight.message)
 
 
 def test_a_signal_before_the_first_layer_publishes_nothing(server: PrefectServer, model: Path, tmp_path: Path) -> None:
@@ -182,7 +213,7 @@ def test_a_signal_after_the_last_layer_does_not_prevent_the_export(
 def test_the_second_signal_tells_how_far_and_the_third_gives_up_with_what_is_published(
     server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    job = slow_job(model, tmp_path, samples=800)
+    job = slow_job(model, tmp_path, samples=600)
     run = start(server, job, state=Pending())
     process = engine(server, run)
     wait_until_published(job, 1, server, str(run))
@@ -192,7 +223,7 @@ def test_the_second_signal_tells_how_far_and_the_third_gives_up_with_what_is_pub
     process.send_signal(signal.SIGTERM)
     wait_for_log(server, str(run), "SIGTERM again: still in layer 2 of 8")
     process.send_signal(signal.SIGTERM)
-    assert finish(process) == 1
+    assert finish(process) == 0, "the crash is reported to the server, which Prefect takes for handled"
     assert wait_until_final(server, run).name == "Crashed", server.log(str(run))
     assert layers_published(job) == 1
     with worker(server):
