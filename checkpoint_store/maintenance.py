@@ -30,6 +30,7 @@ def status(path: str | Path, disk: Disk | None = None) -> dict[str, Any]:
 
     Objects are looked at by size only: `verify` reads them.
     """
+    _refuse_absent(path, disk)
     with CheckpointStore.open(path, mode="read", disk=disk) as store:
         generations = [_generation_status(store, generation) for generation in store.generations()]
         newest = next((found for found in store.generations() if _is_readable(found)), None)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 from prefect import Flow, get_run_logger
@@ -61,7 +60,7 @@ def _run_name() -> str:
         (job["model"], job["quantization"]) if isinstance(job, dict) else (job.model, job.quantization)
     )
     method = quantization.get("method", "gptq") if isinstance(quantization, dict) else quantization.method
-    return f"{Path(model).name} {method}"
+    return f"{absolute_path(model).name} {method}"
 
 
 @own_server_flow(
@@ -112,6 +111,10 @@ def _how_far() -> str:
     return f"layer {run.layer + 1} of {run.decoder.layer_count}{estimate}"
 
 
+class LayerFailed(RuntimeError):
+    """A layer met what preflight cannot see, such as weights that overflow; nothing of it was stored."""
+
+
 class _Quantization:
     """One call of the flow, step by step."""
 
@@ -155,7 +158,7 @@ class _Quantization:
             with self._open_session(described, decoder.layer_count) as session:
                 run = running.Run(
                     job=job, logger=self.logger, root=self.root, output=self.output,
-                    model_name=Path(job.model).name, source=source, decoder=decoder, pool=pool, calibration=samples,
+                    model_name=absolute_path(job.model).name, source=source, decoder=decoder, pool=pool, calibration=samples,
                     identity_digest=digest, cpu_threads=cpu_threads, session=session, started=self.started,
                     resumed_from=session.cursor or None,
                 )  # fmt: skip
@@ -255,9 +258,13 @@ class _Quantization:
                 self._prepare(run)
                 self._stop_if_asked(run)
             key, name = cache_key(run.identity_digest, index), run.decoder.layer_name(index)
-            receipt = LayerReceipt.model_validate(
-                layer_task(model=run.model_name, method=self.job.quantization.method, name=name, layer=index, key=key)
-            )
+            try:
+                record = layer_task(
+                    model=run.model_name, method=self.job.quantization.method, name=name, layer=index, key=key
+                )
+            except ValueError as error:  # to a caller that would mean a job refused before anything was spent
+                raise LayerFailed(str(error)) from error
+            receipt = LayerReceipt.model_validate(record)
             run.receipts.append(receipt)
             if index < cursor:
                 self._check_pinned(run, receipt)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_store import session
 from checkpoint_store.errors import StoreLocked
 from checkpoint_store.store import CheckpointStore
-from flows.quantize_model import quantize_model
+from flows.quantize_model import LayerFailed, quantize_model
 from tasks import quantize_layer, quantize_shard, running, telemetry
 from tasks.job import GPTQConfig, RTNConfig, TelemetryConfig
 from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
@@ -121,7 +121,7 @@ def test_only_a_device_error_repeats_a_layer_and_the_bytes_stay_the_same(
     job = tiny_job(model, tmp_path / "failing")
     with layers_run() as ran:
         if isinstance(error, ValueError):
-            with pytest.raises(ValueError, match="broken weights"):
+            with pytest.raises(LayerFailed, match="broken weights"):
                 quantize_model(job)
             assert ran == [0, 1]
             return
