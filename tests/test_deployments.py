@@ -1,6 +1,7 @@
 """The deployments, on a real server: registered by one command, loaded by module, run in processes elsewhere."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Scheduled
+from ruamel.yaml import YAML
 
 from flows import cli
 from tests.flow_jobs import contents, tiny_job
@@ -71,6 +73,36 @@ def test_deploy_registers_everything_and_a_worker_runs_it_from_any_directory(
     swept = start_run("maintain-store/store-hygiene", {"root": job.checkpoint.path})
     subprocess.run(worker, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=PATIENCE_SECONDS)
     assert until(is_final, swept).name == "Completed"
+
+
+@pytest.mark.slow
+def test_a_worker_runs_it_from_a_git_clone_where_the_package_is_not_installed(
+    tmp_path: Path, prefect_server: None
+) -> None:
+    """As the note in prefect.yaml has it; the repository is made of the files that lie here."""
+    repository = tmp_path / "repository"
+    for package in ("flows", "tasks", "checkpoint_store", "deployments"):
+        shutil.copytree(ROOT / package, repository / package, ignore=shutil.ignore_patterns("__pycache__"))
+    git = ["git", "-C", str(repository), "-c", "user.name=test", "-c", "user.email=test@example.com"]
+    for arguments in (["init", "--initial-branch=main"], ["add", "."], ["commit", "--message=all of it"]):
+        subprocess.run([*git, *arguments], check=True, capture_output=True)
+    described = YAML(typ="safe", pure=True).load(ROOT / "deployments" / "prefect.yaml")
+    [about] = [about for about in described["deployments"] if about["name"] == "quantize"]
+    clone = {"prefect.deployments.steps.git_clone": {"repository": f"file://{repository}", "branch": "main"}}
+    about |= {"name": "cloned", "entrypoint": "flows/quantize_model.py:quantize_model", "pull": [clone]}
+    YAML().dump({"name": "cloned", "deployments": [about]}, repository / "prefect.yaml")
+    assert cli.main(["deploy"]) == 0
+    outside = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+    deploy = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    subprocess.run(deploy, cwd=repository, env=outside, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+    job = tiny_job(write_tiny_llama(tmp_path / "model"), tmp_path)
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name("quantize-model/cloned")
+        parameters = {"job": job.model_dump(mode="json")}
+        run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters, state=Scheduled()).id
+    worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "quantize", "--run-once"]
+    subprocess.run(worker, cwd=tmp_path, env=outside, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+    assert until(is_final, run).name == "Completed"
 
 
 def test_serve_runs_what_is_asked_of_the_server_from_any_directory(tmp_path: Path, prefect_server: None) -> None:
