@@ -1,6 +1,7 @@
 """What several test modules share: one Prefect server for the whole session, for the tests that ask for it."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ from prefect.testing.utilities import prefect_test_harness
 
 # Neither the tests nor the servers that they start send usage data.
 os.environ |= {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+
+# A job that a shell put into the background ignores SIGINT, and so would every process that the tests start and stop.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `ci` tries the same examples every time and takes as long as the machine does; `deep` looks for new ones.
 settings.register_profile("ci", derandomize=True, deadline=None)
