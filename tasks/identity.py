@@ -13,7 +13,6 @@ import math
 import mmap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ import xxhash
 from checkpoint_store.session import peek_identity
 from tasks.calibration import CalibrationSet
 from tasks.devices import DevicePool
-from tasks.execution_plan import FORWARD_REVISION, LANES, LAYOUT_REVISIONS, METHOD_REVISIONS, UNIT_ROWS
-from tasks.job import GPTQConfig, QuantizationJob, RTNConfig
+from tasks.execution_plan import FORWARD_REVISION, LANES, LAYOUT_REVISION, METHOD_REVISIONS, UNIT_ROWS
+from tasks.job import QuantizationJob
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
-from tasks.schemes import layout_name, packages
 
 AREAS = (
     "source",
@@ -40,8 +38,6 @@ AREAS = (
     "execution_plan",
     "adapter",
 )
-# The first is told by `packed_kernel`; the second lets a job run or not, and changes nothing.
-NOT_QUANTIZATION = frozenset({"checkpoint_format", "strict"})
 PHYSICAL = frozenset({"uuid", "serial"})
 # Enough to keep several disks of a network file system busy; a hash itself runs at memory speed.
 HASHING_THREADS = 8
@@ -61,22 +57,21 @@ def build(
     areas = {
         "source": {"config": source.config, "shards": hashed_shards(source)},
         "quantization": {
-            **job.quantization.model_dump(mode="json", exclude=set(NOT_QUANTIZATION)),
+            **job.quantization.model_dump(mode="json", exclude={"checkpoint_format"}),
             "revision": METHOD_REVISIONS[job.quantization.method],
         },
         "calibration": _calibration(job, calibration),
         "packed_kernel": {
-            "layout": (layout := layout_name(job.quantization)),
-            "checkpoint_format": getattr(job.quantization, "checkpoint_format", None),
-            "pack_dtype": "int32" if isinstance(job.quantization, GPTQConfig | RTNConfig) else None,
-            "revision": LAYOUT_REVISIONS[layout],
+            "layout": "gptq",
+            "checkpoint_format": job.quantization.checkpoint_format,
+            "pack_dtype": "int32",
+            "revision": LAYOUT_REVISION,
         },
         "device_topology": {"count": len(pool.devices), "devices": pool.topology()},
         "runtime": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "cuda": None if on_cpu else torch.version.cuda,
-            **{package: version(package) for package in packages(job.quantization)},
         },
         "execution_plan": {
             "seed": job.seed,
