@@ -147,10 +147,10 @@ def _identity_of(job: "QuantizationJob", root: Path) -> dict[str, Any]:
     from tasks.devices import DevicePool
     from tasks.models.decoder import Decoder
     from tasks.models.source import SourceModel
-    from tasks.preflight import METHODS_WITH_CALIBRATION
+    from tasks.schemes import needs_activations
 
     source = SourceModel.open(job.model)
-    uses_samples = job.calibration is not None and job.quantization.method in METHODS_WITH_CALIBRATION
+    uses_samples = job.calibration is not None and needs_activations(job.quantization)
     samples = (
         calibration.prepare(job.calibration, source.path, seed=job.seed) if uses_samples and job.calibration else None
     )

@@ -2,16 +2,32 @@
 
 import argparse
 import types
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from checkpoint_store.config import CheckpointConfig
-from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig, TelemetryConfig
+from tasks.job import (
+    BitsAndBytesConfig,
+    CalibrationConfig,
+    FP8Config,
+    GGUFConfig,
+    GPTQConfig,
+    QuantizationJob,
+    RTNConfig,
+    TelemetryConfig,
+)
 
-METHODS: dict[str, type[BaseModel]] = {"gptq": GPTQConfig, "rtn": RTNConfig}
+METHODS: dict[str, type[BaseModel]] = {
+    "gptq": GPTQConfig,
+    "rtn": RTNConfig,
+    "fp8": FP8Config,
+    "bitsandbytes": BitsAndBytesConfig,
+    "gguf": GGUFConfig,
+}
 SECTIONS: dict[str, type[BaseModel]] = {
     "calibration": CalibrationConfig,
     "checkpoint": CheckpointConfig,
@@ -28,6 +44,7 @@ OPTION_NAMES = {
 }
 FLAGS_WITH_OPPOSITE = {
     "sym": ("--sym", "--asym"),
+    "double_quant": ("--double-quant", "--no-double-quant"),
     "act_group_aware": ("--act-group-aware", "--no-act-group-aware"),
     "strict_device_check": ("", "--no-strict-device-check"),
 }
@@ -88,17 +105,31 @@ def job_from(arguments: argparse.Namespace) -> QuantizationJob:
 
 
 def _options() -> Iterator[_Option]:
-    seen = set()
-    for model in METHODS.values():
+    fields: dict[str, dict[str, FieldInfo]] = defaultdict(dict)
+    for method, model in METHODS.items():
         for name, field in model.model_fields.items():
-            if name != "method" and name not in seen:
-                seen.add(name)
-                yield _Option("quantization", name, field)
+            if name != "method":
+                fields[name][method] = field
+    for name, by_method in fields.items():
+        yield _Option("quantization", name, _merged(by_method))
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
             yield _Option(section, name, field)
     for name in ("devices", "offload_directory", "seed"):
         yield _Option("", name, QuantizationJob.model_fields[name])
+
+
+def _merged(by_method: Mapping[str, FieldInfo]) -> FieldInfo:
+    """One field for the command line of what several methods call by one name; the job's model knows which is which."""
+    first, *others = by_method.values()
+    if all(field.description == first.description for field in others):
+        return first
+    values = dict.fromkeys(value for field in by_method.values() for value in get_args(field.annotation))
+    told: dict[str, list[str]] = defaultdict(list)
+    for method, field in by_method.items():
+        told[f"{field.description} (default {field.default})"].append(method)
+    description = " ".join(f"{', '.join(methods)}: {text}" for text, methods in told.items())
+    return FieldInfo(annotation=Literal[tuple(values)], description=description)  # type: ignore[arg-type]
 
 
 def _add(group: "argparse._ArgumentGroup", option: _Option) -> None:

@@ -16,25 +16,52 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFReader
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from tasks.formats import gptq
+from tasks.output_directory import GGUF_FILE
+from tasks.schemes import LAYOUTS
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def dense_model(model_dir: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> Any:
     """The model in a local directory, on the CPU, in evaluation mode; packed linears as dense ones.
 
     A source is loaded as it is, an export with the weights that its codes, scales and zero points stand for. ValueError
+    A .gguf file is read by transformers and the `gguf` package, as ours to decode is theirs to decode. ValueError
     for a directory that holds no model, another quantization method, and tensors that are missing or left over.
     """
     path = Path(model_dir)
+    model, loading = _from_gguf(path, dtype) if (path / GGUF_FILE).is_file() else _from_tensors(path, dtype)
+    problems = [f"{kind.replace('_', ' ')}: {sorted(map(str, names))}" for kind, names in loading.items() if names]
+    if problems:
+        raise ValueError(
+            f"the tensors in `{path}` are not those of a {model.config.model_type} model of this configuration, "
+            f"{'; '.join(problems)}; the export is incomplete or of another model"
+        )
+    return model.eval()
+
+
+def _from_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        path, gguf_file=GGUF_FILE, dtype=dtype, output_loading_info=True
+    )
+    names = {tensor.name for tensor in GGUFReader(path / GGUF_FILE).tensors}
+    biases = sorted(name for name in names if name.endswith(".bias"))
+    if biases:  # transformers leaves them out without a word
+        raise ValueError(
+            f"`{path / GGUF_FILE}` holds biases ({biases[0]} and others), which transformers does not read; judge it with "
+            f"llama.cpp"
+        )
+    return model, loading
+
+
+def _from_tensors(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     config = AutoConfig.from_pretrained(_readable_config(path).parent, local_files_only=True)
     quantization = getattr(config, "quantization_config", None)
     tensors = _tensors(path)
@@ -47,15 +74,9 @@ def dense_model(model_dir: str | os.PathLike[str], dtype: torch.dtype = torch.fl
         state_dict=tensors,
         dtype=dtype,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # told below, with the other problems
+        ignore_mismatched_sizes=True,  # told by the caller, with the other problems
     )
-    problems = [f"{kind.replace('_', ' ')}: {sorted(map(str, names))}" for kind, names in loading.items() if names]
-    if problems:
-        raise ValueError(
-            f"the tensors in `{path}` are not those of a {config.model_type} model of this config.json, "
-            f"{'; '.join(problems)}; the export is incomplete or of another model"
-        )
-    return model.eval()
+    return model, loading
 
 
 def perplexity(model: Any, input_ids: Tensor, window: int = 512) -> float:
@@ -156,16 +177,20 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 def _dense(path: Path, tensors: dict[str, Tensor], quantization: dict[str, Any]) -> dict[str, Tensor]:
     method = quantization.get("quant_method")
-    if method != "gptq":
-        raise ValueError(f"`{path}` is quantized with `{method}`; only the gptq layout (GPTQ, RTN) can be read")
-    packed = sorted(name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight"))
+    layout: Any = LAYOUTS.get(str(method))
+    if layout is None:
+        raise ValueError(
+            f"`{path}` is quantized with `{method}`; the layouts that can be read are {', '.join(LAYOUTS)}"
+        )
+    config = layout.config_of(quantization)
+    mark, *others = layout.parts(config)
+    packed = sorted(name.removesuffix(f".{mark}") for name in tensors if name.endswith(f".{mark}"))
     if not packed:
-        raise ValueError(f"`{path}` says that it is quantized and holds no .qweight tensor; make the export again")
-    parts = {f"{name}.{part}" for name in packed for part in PACKED_PARTS}
+        raise ValueError(f"`{path}` says that it is quantized and holds no .{mark} tensor; make the export again")
+    parts = {f"{name}.{part}" for name in packed for part in (mark, *others)}
     if parts - tensors.keys():
         raise ValueError(f"`{path}` lacks {sorted(parts - tensors.keys())}, without which their modules can't be read")
     dense = {name: tensor for name, tensor in tensors.items() if name not in parts}
     for name in packed:
-        rows = gptq.unpack(tensors, name, quantization["bits"], quantization["checkpoint_format"])
-        dense[f"{name}.weight"] = rows.dequantize()
+        dense[f"{name}.weight"] = layout.unpack(tensors, name, config).dequantize()
     return dense

@@ -16,7 +16,7 @@ from prefect.cache_policies import NO_CACHE
 from checkpoint_store.errors import StorageFull
 from checkpoint_store.tensors import tensors_from
 from tasks import running
-from tasks.formats import gptq
+from tasks.export_gguf import add_gguf
 from tasks.output_directory import INDEX_FILE, Export, foreign_names, json_bytes, remove_leftovers
 from tasks.report import Report
 
@@ -33,6 +33,8 @@ COPIED_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+)
+LEGAL_FILES = (
     "LICENSE",
     "LICENSE.txt",
     "LICENSE.md",
@@ -79,8 +81,8 @@ def export_model(model: str) -> Report:
                 f"published at {run.root}: move these files away or name another output, and run again"
             )
         with Export(run.output) as export:
-            size = _add_weights(run, export)
-            _add_descriptions(run, export)
+            size = add_gguf(run, export) if run.scheme.is_one_file else _add_model(run, export)
+            _add_copies(run, export)
             report = Report.of(
                 run.receipts, status="done", model=model, method=run.job.quantization.method,
                 output=str(run.output), checkpoint=str(run.root), identity=run.identity_digest, size=size,
@@ -98,8 +100,8 @@ def export_model(model: str) -> Report:
     return report
 
 
-def _add_weights(run: running.Run, export: Export) -> int:
-    """All shards and their index; the bytes of all tensors."""
+def _add_model(run: running.Run, export: Export) -> int:
+    """All shards, their index and the configuration; the bytes of all tensors."""
     refs = run.session.layer_objects()
     files = shard_names(len(refs) + 1)
     held: dict[str, list[str]] = {}
@@ -114,6 +116,7 @@ def _add_weights(run: running.Run, export: Export) -> int:
     size += sum(tensor.nbytes for tensor in outer.values())
     export.add_tensors(files[-1], outer)
     export.add_bytes(INDEX_FILE, index_of(held, size))
+    _add_descriptions(run, export)
     return size
 
 
@@ -126,9 +129,14 @@ def outer_names(run: running.Run) -> list[str]:
 
 
 def _add_descriptions(run: running.Run, export: Export) -> None:
-    described = gptq.quantization_config(run.job.quantization)
+    described = run.scheme.quantization_config()
     export.add_bytes("config.json", config_of(run.source.config, described))
-    export.add_bytes("quantize_config.json", json_bytes(described))
-    for name in COPIED_FILES:
+    if described["quant_method"] == "gptq":  # its family's own programs read this file
+        export.add_bytes("quantize_config.json", json_bytes(described))
+
+
+def _add_copies(run: running.Run, export: Export) -> None:
+    """The source's files that stay as they are; a .gguf file holds all but the legal ones itself."""
+    for name in LEGAL_FILES if run.scheme.is_one_file else (*COPIED_FILES, *LEGAL_FILES):
         if (run.source.path / name).is_file():
             export.add_file(name, run.source.path / name)

@@ -13,6 +13,7 @@ import math
 import mmap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ import xxhash
 from checkpoint_store.session import peek_identity
 from tasks.calibration import CalibrationSet
 from tasks.devices import DevicePool
-from tasks.execution_plan import FORWARD_REVISION, LANES, LAYOUT_REVISION, METHOD_REVISIONS, UNIT_ROWS
-from tasks.job import QuantizationJob
+from tasks.execution_plan import FORWARD_REVISION, LANES, LAYOUT_REVISIONS, METHOD_REVISIONS, UNIT_ROWS
+from tasks.job import GPTQConfig, QuantizationJob, RTNConfig
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
+from tasks.schemes import layout_name, packages
 
 AREAS = (
     "source",
@@ -38,6 +40,8 @@ AREAS = (
     "execution_plan",
     "adapter",
 )
+# The first is told by `packed_kernel`; the second lets a job run or not, and changes nothing.
+NOT_QUANTIZATION = frozenset({"checkpoint_format", "strict"})
 PHYSICAL = frozenset({"uuid", "serial"})
 # Enough to keep several disks of a network file system busy; a hash itself runs at memory speed.
 HASHING_THREADS = 8
@@ -57,21 +61,22 @@ def build(
     areas = {
         "source": {"config": source.config, "shards": hashed_shards(source)},
         "quantization": {
-            **job.quantization.model_dump(mode="json", exclude={"checkpoint_format"}),
+            **job.quantization.model_dump(mode="json", exclude=set(NOT_QUANTIZATION)),
             "revision": METHOD_REVISIONS[job.quantization.method],
         },
         "calibration": _calibration(job, calibration),
         "packed_kernel": {
-            "layout": "gptq",
-            "checkpoint_format": job.quantization.checkpoint_format,
-            "pack_dtype": "int32",
-            "revision": LAYOUT_REVISION,
+            "layout": (layout := layout_name(job.quantization)),
+            "checkpoint_format": getattr(job.quantization, "checkpoint_format", None),
+            "pack_dtype": "int32" if isinstance(job.quantization, GPTQConfig | RTNConfig) else None,
+            "revision": LAYOUT_REVISIONS[layout],
         },
         "device_topology": {"count": len(pool.devices), "devices": pool.topology()},
         "runtime": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "cuda": None if on_cpu else torch.version.cuda,
+            **{package: version(package) for package in packages(job.quantization)},
         },
         "execution_plan": {
             "seed": job.seed,

@@ -26,6 +26,9 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+CheckpointFormat = Literal["gptq", "gptq_v2", "compressed-tensors"]
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,8 +70,10 @@ class _Grid(_Quantization):
         allow_inf_nan=False,
         description="Exponent of the error that a search over shrunken grids minimises; 0 takes the full range.",
     )
-    checkpoint_format: Literal["gptq", "gptq_v2"] = Field(
-        "gptq", description="`gptq` stores zero points minus one, `gptq_v2` as they are."
+    checkpoint_format: CheckpointFormat = Field(
+        "gptq",
+        description="Layout of the export: `gptq` stores zero points minus one, `gptq_v2` as they are; "
+        "`compressed-tensors` (4 and 8 bits) is what vLLM and transformers read without a package for GPTQ.",
     )
 
     @model_validator(mode="after")
@@ -126,7 +131,79 @@ class RTNConfig(_Grid):
     method: Literal["rtn"] = Field("rtn", description="Round to nearest, without calibration data.")
 
 
-Quantization = Annotated[GPTQConfig | RTNConfig, Field(discriminator="method")]
+class FP8Config(_Quantization):
+    """Eight-bit floats with a scale per tensor, row or block: no calibration, no chain between layers."""
+
+    method: Literal["fp8"] = "fp8"
+    fp8_format: Literal["e4m3", "e5m2"] = Field(
+        "e4m3", description="Bits of exponent and mantissa: e4m3 is finer, e5m2 reaches farther."
+    )
+    granularity: Literal["tensor", "row", "block"] = Field(
+        "row", description="What shares a scale: a whole matrix, an output channel, or a block of 128 x 128 weights."
+    )
+    checkpoint_format: Literal["compressed-tensors", "fp8"] = Field(
+        "compressed-tensors",
+        description="Layout of the export: `compressed-tensors` (float-quantized), or `fp8`, the fine-grained layout of "
+        "transformers.",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_reader(self) -> "FP8Config":
+        if self.fp8_format == "e5m2" and self.checkpoint_format == "compressed-tensors":
+            raise ValueError(
+                "fp8_format e5m2 can't be written as compressed-tensors: its readers take every float8 weight for e4m3 "
+                "and compute garbage without an error; use checkpoint_format `fp8`, or e4m3"
+            )
+        if self.fp8_format == "e4m3" and self.checkpoint_format == "fp8" and self.granularity != "block":
+            raise ValueError(
+                f"checkpoint_format `fp8` holds e4m3 in blocks of 128 x 128 only, not per {self.granularity}; "
+                f"use granularity `block`, or checkpoint_format `compressed-tensors`"
+            )
+        return self
+
+
+class BitsAndBytesConfig(_Quantization):
+    """bitsandbytes' own 4-bit and 8-bit codes: no calibration, no chain between layers."""
+
+    method: Literal["bitsandbytes"] = "bitsandbytes"
+    quant_type: Literal["nf4", "fp4", "int8"] = Field(
+        "nf4",
+        description="Codes: nf4 (quantiles of a normal distribution) and fp4 in blocks of 64 weights, int8 per output "
+        "channel.",
+    )
+    double_quant: bool = Field(
+        True, description="Quantize the scales of nf4 and fp4 blocks too: 4.13 instead of 4.5 bits per weight."
+    )
+    compute_dtype: Literal["float32", "float16", "bfloat16"] = Field(
+        "bfloat16", description="What a reader multiplies nf4 and fp4 weights in; it does not change the weights."
+    )
+
+
+GGUFType = Literal[
+    "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_0", "q4_k_s", "q4_k_m", "q5_0", "q5_k_s", "q5_k_m", "q6_k", "q8_0"
+]  # fmt: skip
+
+
+class GGUFConfig(_Quantization):
+    """GGML blocks in one .gguf file for llama.cpp and its kin: no chain between layers, calibration only for imatrix."""
+
+    method: Literal["gguf"] = "gguf"
+    quant_type: GGUFType = Field(
+        "q4_k_m", description="Type of most tensors; the mixes (_s, _m, _l) give sensitive tensors more bits."
+    )
+    strict: bool = Field(
+        False,
+        description="Refuse a model with rows that the intended blocks do not fill, instead of a larger type for them.",
+    )
+    imatrix: bool = Field(
+        False,
+        description="Weigh each weight's error by the mean square of its input column over the calibration tokens.",
+    )
+
+
+Quantization = Annotated[
+    GPTQConfig | RTNConfig | FP8Config | BitsAndBytesConfig | GGUFConfig, Field(discriminator="method")
+]
 
 
 def _plain_path(value: Any) -> Any:

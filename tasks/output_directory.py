@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +27,9 @@ from tasks.places import partial_name
 from tasks.report import REPORT_FILE
 
 INDEX_FILE = "model.safetensors.index.json"
+GGUF_FILE = "model.gguf"
+# What loaders look for first: a directory without is no model yet.
+ENTRY_FILES = (INDEX_FILE, GGUF_FILE)
 MOVED_FILE = "moved.json"
 PARTIAL_ID = re.compile(r"[0-9a-f]{32}")
 FICLONE = 0x40049409
@@ -48,7 +51,7 @@ def read_report(output: Path) -> dict[str, Any] | None:
         report = json.loads((output / REPORT_FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
-    return report if _is_ours(report) and (output / INDEX_FILE).is_file() else None
+    return report if _is_ours(report) and any((output / name).is_file() for name in ENTRY_FILES) else None
 
 
 def _is_ours(report: Any) -> bool:
@@ -186,6 +189,17 @@ class Export:
             os.fsync(file.fileno())
         self.files[name] = hashlib.sha256(data).hexdigest()
 
+    def add_pieces(self, name: str, pieces: Iterable[memoryview]) -> None:
+        """A file of pieces that need not be in memory together."""
+        digest = hashlib.sha256()
+        with self._create(name) as file:
+            for piece in pieces:
+                file.write(piece)
+                digest.update(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        self.files[name] = digest.hexdigest()
+
     def add_file(self, name: str, source: Path, sha256: str | None = None) -> None:
         """Copy a file, following links; ValueError when its bytes are not those of `sha256`."""
         with source.open("rb") as origin, self._create(name) as file:
@@ -232,8 +246,8 @@ class Export:
         self.add_bytes(MOVED_FILE, json_bytes(moved))
         os.fsync(self._lock)
         _sync_directory(self.output)
-        for name in sorted(moved, key=lambda name: (name == INDEX_FILE, name)):
-            if name == INDEX_FILE:
+        for name in sorted(moved, key=lambda name: (name in ENTRY_FILES, name)):
+            if name in ENTRY_FILES:
                 _sync_directory(self.output)
             os.rename(self.directory / name, self.output / name)
         _sync_directory(self.output)

@@ -62,9 +62,13 @@ class Plan:
     family: str
     layer_count: int
     quantization: dict[str, Any]
+    summary: str  # method and settings in a line
     modules: tuple[ModuleKind, ...]
     carried_bytes: int  # norms and the like inside the layers, as they are in the source
+    carried_bytes_after: int  # as they are exported
     outer_bytes: int  # embeddings, final norm, head
+    outer_bytes_after: int
+    tensor_table: str  # type of each tensor, where the layout chooses one; else empty
     devices: tuple[str, ...]
     calibration_samples: int  # at most; 0 where the method needs none
     calibration_tokens: int  # at most
@@ -79,12 +83,12 @@ class Plan:
 
     @property
     def bytes_after(self) -> int:
-        return self.layers_after + self.outer_bytes
+        return self.layers_after + self.outer_bytes_after
 
     @property
     def layers_after(self) -> int:
         """Bytes of all layers' objects."""
-        return sum(kind.bytes_after for kind in self.modules) + self.carried_bytes
+        return sum(kind.bytes_after for kind in self.modules) + self.carried_bytes_after
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values, with the totals."""
@@ -98,16 +102,20 @@ class Plan:
 
     def table(self) -> str:
         """Plain text for a terminal: the modules with their sizes, totals, space, memory, notes."""
-        return "\n".join([self._headline(), "", *self._module_lines(), "", *self._need_lines(), *self._note_lines()])
+        return "\n".join(
+            [
+                self._headline(),
+                "",
+                *self._module_lines(),
+                *self._tensor_lines(),
+                "",
+                *self._need_lines(),
+                *self._note_lines(),
+            ]
+        )
 
     def _headline(self) -> str:
-        asked = self.quantization
-        group = "one group per row" if asked["group_size"] == -1 else f"groups of {asked['group_size']}"
-        grid = "symmetric" if asked["sym"] else "asymmetric"
-        return (
-            f"{self.model}: {self.family}, {self.layer_count} layers -> {asked['method']}, {asked['bits']} bit, {group}, "
-            f"{grid}, layout {asked['checkpoint_format']}"
-        )
+        return f"{self.model}: {self.family}, {self.layer_count} layers -> {self.summary}"
 
     def _module_lines(self) -> list[str]:
         rows: list[tuple[str, ...]] = [("module", "shape", "count", "before", "after", "bits/weight")]
@@ -122,15 +130,18 @@ class Plan:
             )
             for kind in self.modules
         ]
-        for name, count in (
-            ("norms and others, kept", self.carried_bytes),
-            ("embeddings and head, kept", self.outer_bytes),
+        for name, before, after in (
+            ("norms and others", self.carried_bytes, self.carried_bytes_after),
+            ("embeddings and head", self.outer_bytes, self.outer_bytes_after),
         ):
-            rows.append((name, "", "", size(count), size(count), ""))
+            rows.append((f"{name}, kept" if before == after else name, "", "", size(before), size(after), ""))
         rows.append(("total", "", "", size(self.bytes_before), size(self.bytes_after), ""))
         lines = _aligned(rows)
         rule = "-" * max(map(len, lines))
         return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+
+    def _tensor_lines(self) -> list[str]:
+        return ["", *self.tensor_table.splitlines()] if self.tensor_table else []
 
     def _need_lines(self) -> list[str]:
         rows = []

@@ -6,7 +6,6 @@ Nothing is written, no tensor is read, and Prefect is not asked. What passes com
 import json
 import os
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -15,7 +14,6 @@ from pathlib import Path
 from tasks.calibration import source_problems
 from tasks.calibration_sources import file_of
 from tasks.devices import DevicePool
-from tasks.formats import gptq as layout
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
 from tasks.models.decoder import SUPPORTED, Decoder, is_supported
 from tasks.models.source import SourceError, SourceModel
@@ -30,12 +28,9 @@ from tasks.places import (
     unwritable,
 )
 from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
+from tasks.schemes import Scheme, needs_activations, scheme_of
 
 LAYER_WEIGHT = re.compile(r"(?:.+\.)?layers\.\d+\.(.+)\.weight")
-# A K x K Hessian while it is factored: the sum in float32, the flipped copy, its factor and inverse in float64, the
-# float32 result.
-BYTES_PER_HESSIAN_ENTRY = 4 + 3 * 8 + 4
-METHODS_WITH_CALIBRATION = frozenset({"gptq"})
 
 
 class PreflightError(ValueError):
@@ -81,7 +76,7 @@ class _Findings:
 
     @property
     def calibration(self) -> CalibrationConfig | None:
-        return self.job.calibration if self.job.quantization.method in METHODS_WITH_CALIBRATION else None
+        return self.job.calibration if needs_activations(self.job.quantization) else None
 
     def look_at_source(self) -> None:
         try:
@@ -100,10 +95,10 @@ class _Findings:
 
     def look_at_calibration(self) -> None:
         method = self.job.quantization.method
-        if method in METHODS_WITH_CALIBRATION and self.job.calibration is None:
+        if needs_activations(self.job.quantization) and self.job.calibration is None:
             self.problems.append(
                 f"method `{method}` looks at activations and no calibration data is given; name a text, jsonl or parquet "
-                f"file or a dataset with --calibration, or use method `rtn`, which needs none"
+                f"file or a dataset with --calibration, or use method `rtn`, which needs none, or leave out imatrix"
             )
         if self.calibration is not None:
             self.problems += source_problems(self.calibration)
@@ -123,27 +118,9 @@ class _Findings:
         self.problems += occupied(self.output)
 
     def look_at_shapes(self) -> None:
-        """What the layout can't hold, one line per kind of complaint with all modules that share it."""
-        config = self.job.quantization
-        shapes = self._linear_shapes()
-        complaints: dict[str, list[str]] = defaultdict(list)
-        for name, (out_features, in_features) in shapes.items():
-            for problem in layout.problems(name, in_features, out_features, config):
-                complaints[problem.removeprefix(f"`{name}`: ")].append(f"`{name}`")
-        for complaint, names in complaints.items():
-            self.problems.append(f"{', '.join(names)} of every layer: {complaint}")
-        if len(complaints) > 1:
-            sizes = (*layout.LOADABLE_GROUP_SIZES, -1)
-            fitting = [
-                str(group_size)
-                for group_size in sizes
-                if not any(
-                    layout.problems(name, k, n, config.model_copy(update={"group_size": group_size}))
-                    for name, (n, k) in shapes.items()
-                )
-            ]
-            if fitting:
-                self.problems.append(f"group sizes that fit all modules: {', '.join(fitting)}")
+        """What the layout can't hold, and what it needs that is not installed."""
+        if self.source is not None:
+            self.problems += scheme_of(self.job.quantization, self.source).problems(self._linear_shapes())
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(N, K) by name within a layer; of a source that makes no decoder, what its headers tell of matrices."""
@@ -161,7 +138,8 @@ class _Findings:
         if self.source is None or self.decoder is None or self.pool is None or self.root is None:
             return None
         try:
-            modules = tuple(self._modules(self.source, self.decoder))
+            scheme = scheme_of(self.job.quantization, self.source)
+            modules = tuple(self._modules(self.source, self.decoder, scheme))
         except ValueError:  # a shape that the layout can't hold, which is in `problems`
             return None
         tensors = self.source.tensors
@@ -174,35 +152,46 @@ class _Findings:
         carried = in_layers - sum(kind.bytes_before for kind in modules)
         samples, tokens = self._calibration_bound()
         continuation = tokens * self.decoder.config.hidden_size * self.decoder.source_dtype.itemsize
-        layers_after = sum(kind.bytes_after for kind in modules) + carried
+        carried_after = scheme.other_bytes(
+            name
+            for layer in range(self.decoder.layer_count)
+            for name in self.decoder.layer_tensor_names(layer)
+            if name.removeprefix(f"{self.decoder.layer_name(layer)}.").rpartition(".")[0]
+            not in self.decoder.linear_shapes
+        )
+        outer_after = scheme.other_bytes(self.decoder.outer_tensor_names)
+        layers_after = sum(kind.bytes_after for kind in modules) + carried_after
         return Plan(
             model=self.job.model,
             family=self.source.config["model_type"],
             layer_count=self.decoder.layer_count,
             quantization=self.job.quantization.model_dump(mode="json"),
+            summary=scheme.summary(),
             modules=modules,
             carried_bytes=carried,
+            carried_bytes_after=carried_after,
             outer_bytes=outer,
+            outer_bytes_after=outer_after,
+            tensor_table=scheme.tensor_table(),
             devices=tuple(str(device) for device in self.pool.devices),
             calibration_samples=samples,
             calibration_tokens=tokens,
             continuation_bytes=continuation,
-            spaces=tuple(self._spaces(self.source, self.root, layers_after, outer, continuation)),
-            memory=self._memory(self.decoder, self.pool, tokens, outer),
-            notes=tuple(self._notes(self.source)),
+            spaces=tuple(self._spaces(self.source, self.root, layers_after, outer_after, continuation)),
+            memory=self._memory(self.decoder, scheme, self.pool, tokens, outer),
+            notes=tuple(self._notes(self.source, scheme)),
         )
 
-    def _modules(self, source: SourceModel, decoder: Decoder) -> Iterator[ModuleKind]:
+    def _modules(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[ModuleKind]:
         """Bytes as they are stored, the bias with its weight."""
-        config = self.job.quantization
         layers = range(decoder.layer_count)
         for name, (out_features, in_features) in decoder.linear_shapes.items():
             before = after = 0
             for layer in layers:
-                weight = f"{decoder.layer_name(layer)}.{name}.weight"
-                bias = source.tensors.get(f"{decoder.layer_name(layer)}.{name}.bias")
-                before += source.tensors[weight].size_bytes + (bias.size_bytes if bias is not None else 0)
-                after += layout.packed_bytes(in_features, out_features, config, bias is not None)
+                full = f"{decoder.layer_name(layer)}.{name}"
+                bias = source.tensors.get(f"{full}.bias")
+                before += source.tensors[f"{full}.weight"].size_bytes + (bias.size_bytes if bias is not None else 0)
+                after += scheme.module_bytes(full)
             yield ModuleKind(name, out_features, in_features, len(layers), before, after)
 
     def _calibration_bound(self) -> tuple[int, int]:
@@ -236,7 +225,7 @@ class _Findings:
         is_finished = os.path.isfile(self.output / REPORT_FILE)
         yield space_at("output", self.output, 0 if is_finished else layers + outer + others, 0)
 
-    def _memory(self, decoder: Decoder, pool: DevicePool, tokens: int, outer: int) -> Memory:
+    def _memory(self, decoder: Decoder, scheme: Scheme, pool: DevicePool, tokens: int, outer: int) -> Memory:
         """Everything that is alive at once in a layer's widest stage, when its last linears are quantized."""
         device = pool.devices[0]
         itemsize = decoder.compute_dtype(device.torch_device).itemsize
@@ -246,8 +235,7 @@ class _Findings:
             for i in range(decoder.layer_count)
         )
         widest = max(in_features for _, in_features in decoder.linear_shapes.values())
-        needs_activations = self.calibration is not None
-        statistics = widest**2 * BYTES_PER_HESSIAN_ENTRY if needs_activations else 0
+        statistics = scheme.statistic_bytes(widest)
         hidden_size = decoder.config.hidden_size
         # The residual and the input of the last linear of every batch, in the dtype that is computed in.
         activations = tokens * (hidden_size + widest) * itemsize
@@ -259,7 +247,7 @@ class _Findings:
         if device.type == "cpu":
             host += slots * layer + statistics + activations
         # Before the first layer the embedding is loaded, and nothing else but what it makes.
-        host = max(host, outer + between_layers) if needs_activations else host
+        host = max(host, outer + between_layers) if self.calibration is not None else host
         host_total = DevicePool.resolve(("cpu",)).devices[0].memory_bytes
         return Memory(
             layer_bytes=layer,
@@ -270,13 +258,10 @@ class _Findings:
             host_total_bytes=host_total,
         )
 
-    def _notes(self, source: SourceModel) -> Iterator[str]:
-        config = self.job.quantization
-        if config.bits in (2, 3) or not config.sym:
-            grid = f"{config.bits}-bit {'symmetric' if config.sym else 'asymmetric'}"
-            yield f"vLLM loads only 4-bit and 8-bit symmetric gptq files, not this {grid} one; GPTQModel and transformers do"
+    def _notes(self, source: SourceModel, scheme: Scheme) -> Iterator[str]:
+        yield from scheme.notes()
         if self.job.calibration is not None and self.calibration is None:
-            yield f"method `{config.method}` uses no calibration data; what is given is not read"
+            yield f"method `{self.job.quantization.method}` uses no calibration data; what is given is not read"
         context = source.config.get("max_position_embeddings")
         if self.calibration is not None and isinstance(context, int) and self.calibration.sequence_length > context:
             yield (

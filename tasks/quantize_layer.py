@@ -17,7 +17,6 @@ from torch import Tensor
 from checkpoint_store import session
 from checkpoint_store.tensors import safetensors_payload
 from tasks import running
-from tasks.formats import gptq as layout
 from tasks.quantize_shard import LayerWork, SiblingFailed, quantize_shard
 from tasks.report import LayerReceipt, ModuleReport
 
@@ -99,25 +98,26 @@ def _run_shards(work: LayerWork, layer: int) -> None:
 
 def pack(run: running.Run, work: LayerWork) -> dict[str, Tensor]:
     """The layer's tensors under their final names: packed linears, everything else as the source has it."""
-    config = run.job.quantization
     prefix = run.decoder.layer_name(work.layer)
     carried = [
         tensor for tensor in run.decoder.layer_tensor_names(work.layer)
         if tensor.removeprefix(f"{prefix}.").rpartition(".")[0] not in work.quantized
     ]  # fmt: skip
-    packed = dict(run.source.load(carried))
+    packed = run.scheme.carry(run.source.load(carried))
     for module, rows in work.quantized.items():
         full = f"{prefix}.{module}"
         bias = run.source.load([f"{full}.bias"])[f"{full}.bias"] if f"{full}.bias" in run.source.tensors else None
-        packed |= layout.pack(full, rows, config.bits, config.checkpoint_format, bias)
+        packed |= run.scheme.pack(full, rows, bias)
     return packed
 
 
 def scan(tensors: dict[str, Tensor], layer_name: str) -> None:
     """ValueError that names the first tensor with a NaN or an infinity in it."""
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            count = int((~torch.isfinite(tensor)).sum())
+        # Eight-bit floats can't be asked themselves.
+        finite = (tensor.float() if tensor.itemsize == 1 else tensor).isfinite() if tensor.is_floating_point() else None
+        if finite is not None and not bool(finite.all()):
+            count = int((~finite).sum())
             raise ValueError(
                 f"`{name}` of layer `{layer_name}` holds {count} values that are not finite: the source's weights are "
                 f"broken there, or too large for the layout's half precision; nothing of this layer was stored"

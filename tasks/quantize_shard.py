@@ -1,5 +1,7 @@
 """One device's share of one layer: its calibration lanes through the layer, its units of rows through the method.
 
+A method that looks at no inputs gets whole modules instead, spread over the pool by their size.
+
 How the result stays the same for every number of devices: calibration batches are split into a fixed number of lanes,
 a lane is summed in order on one device, and lane sums are merged in lane order. The linears of a subset share one input
 and hence one Hessian and one factor, their rows are independent given the factor, so the stacked rows are cut into
@@ -10,9 +12,10 @@ meet at barriers. One that fails breaks the barrier, so that no sibling waits fo
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from prefect import task
@@ -21,11 +24,10 @@ from torch import Tensor, nn
 
 from tasks import running
 from tasks.execution_plan import LANES, UNIT_ROWS
-from tasks.job import GPTQConfig
-from tasks.methods import gptq, rtn
-from tasks.methods.gptq import ActivationError, Factor, HessianError, HessianSum
-from tasks.methods.grid import QuantizedRows, WeightError, check_weight
+from tasks.methods.gptq import HessianError
+from tasks.methods.grid import QuantizedRows, WeightError
 from tasks.models.staged import StagedForward
+from tasks.schemes import Prepared, Rows, Statistic
 
 
 def lane_batches(batch_count: int) -> list[range]:
@@ -33,18 +35,19 @@ def lane_batches(batch_count: int) -> list[range]:
     return [range(batch_count * lane // LANES, batch_count * (lane + 1) // LANES) for lane in range(LANES)]
 
 
+def shares(costs: Mapping[str, int], device_count: int) -> list[list[str]]:
+    """Which modules each device quantizes: the costliest first, each to the device with the least to do."""
+    assigned: list[list[str]] = [[] for _ in range(device_count)]
+    loads = [0] * device_count
+    for name in sorted(costs, key=lambda name: -costs[name]):
+        device = loads.index(min(loads))
+        assigned[device].append(name)
+        loads[device] += costs[name]
+    return assigned
+
+
 class SiblingFailed(RuntimeError):
     """Another shard of this layer failed; its error is the one to read."""
-
-
-@dataclass(frozen=True)
-class SubsetOutcome:
-    """How a subset of linears was quantized."""
-
-    method: str
-    tokens: int
-    damp_percent: float | None
-    fallback: str | None
 
 
 class LayerWork:
@@ -55,17 +58,17 @@ class LayerWork:
         self.layer = layer
         self.device_count = len(run.pool.devices)
         self.error: BaseException | None = None
-        self.outcomes: dict[tuple[str, ...], SubsetOutcome] = {}
-        self.quantized: dict[str, QuantizedRows] = {}
+        self.outcomes: dict[tuple[str, ...], Prepared] = {}
+        self.quantized: dict[str, Rows] = {}
         self.outputs: dict[int, Tensor] = {}
-        self.factor: Factor | None = None
+        self.prepared: Prepared | None = None
         self.units: dict[int, QuantizedRows] = {}
         # Why error feedback diverged, by unit.
         self.diverged: dict[int, str] = {}
         self._barrier = threading.Barrier(self.device_count)
         self._lock = threading.Lock()
-        self._total: HessianSum | None = None
-        self._waiting: dict[int, HessianSum | None] = {}
+        self._total: Statistic | None = None
+        self._waiting: dict[int, Statistic | None] = {}
         self._next_lane = 0
 
     @contextmanager
@@ -94,7 +97,7 @@ class LayerWork:
         if self._barrier.broken:
             raise threading.BrokenBarrierError
 
-    def offer(self, lane: int, total: HessianSum | None) -> None:
+    def offer(self, lane: int, total: Statistic | None) -> None:
         """Hand in a lane's sum (None for a lane without batches); it is merged when all lanes before it are."""
         with self._lock:
             self._waiting[lane] = total
@@ -115,12 +118,17 @@ class LayerWork:
         stacked = QuantizedRows.concatenate([self.units[unit] for unit in sorted(self.units)])
         start = 0
         for name, count in zip(subset, rows, strict=True):
-            self.quantized[name] = stacked.rows(start, start + count)
+            self.keep(name, stacked.rows(start, start + count))
             start += count
         self.units.clear()
 
-    def take_total(self) -> HessianSum | None:
-        """The Hessian of all lanes, ready for the next subset's."""
+    def keep(self, name: str, rows: Rows) -> None:
+        """Take in a finished module."""
+        with self._lock:
+            self.quantized[name] = rows
+
+    def take_total(self) -> Statistic | None:
+        """The statistic of all lanes, ready for the next subset's."""
         total, self._total, self._next_lane = self._total, None, 0
         return total
 
@@ -150,24 +158,26 @@ class _Shard:
         self.batches = [(lane, batch) for lane in range(number, LANES, work.device_count) for batch in self.lanes[lane]]
 
     def go(self) -> None:
-        decoder = self.run.decoder
+        decoder, scheme = self.run.decoder, self.run.scheme
+        if not scheme.needs_activations:
+            self._quantize_modules(decoder.subsets)
+            return
         module = decoder.materialise(self.work.layer, self.device, self.dtype)
         if self.number == 0:
             self._check_weights(module)
-        if not self.run.needs_activations:
-            for subset in decoder.subsets:
-                self._quantize(module, subset)
-            return
         # One by one: a batch's mask and rotary tables live no longer than its forward needs them.
         calls = (self._call(batch) for _, batch in self.batches)
         with StagedForward(module, decoder.subsets, calls) as staged:
             for subset in decoder.subsets:
-                self._sum_hessian(staged, subset)
+                self._sum_up(staged, subset)
                 self.work.meet()
                 if self.number == 0:
-                    self._factor(subset)
+                    self._prepare(subset)
                 self.work.meet()
-                self._quantize(module, subset)
+                if scheme.quantizes_units:
+                    self._quantize_stacked(module, subset)
+                else:
+                    self._quantize_modules((subset,))
             for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
                 self.work.outputs[batch] = self._rounded(hidden)
 
@@ -194,9 +204,9 @@ class _Shard:
             )
         return rounded
 
-    def _sum_hessian(self, staged: StagedForward, subset: tuple[str, ...]) -> None:
+    def _sum_up(self, staged: StagedForward, subset: tuple[str, ...]) -> None:
         features = self.run.decoder.linear_shapes[subset[0]][1]
-        sums: dict[int, HessianSum] = {}
+        sums: dict[int, Statistic] = {}
         lane_before = None
         for call, x_BTK in staged.advance(subset):
             self.work.check()
@@ -206,41 +216,34 @@ class _Shard:
             lane_before = lane
             mask_BT = self.run.calibration_batch(batch).attention_mask
             real = x_BTK.reshape(-1, features) if bool(mask_BT.all()) else x_BTK[mask_BT.to(x_BTK.device)]
-            sums.setdefault(lane, HessianSum(features, self.device)).add(real)
+            if lane not in sums:
+                sums[lane] = self.run.scheme.statistic(features, self.device)
+            sums[lane].add(real)
         if lane_before is not None:
             self.work.offer(lane_before, sums.pop(lane_before))
         for lane in range(self.number, LANES, self.work.device_count):
             if not self.lanes[lane]:
                 self.work.offer(lane, None)
 
-    def _factor(self, subset: tuple[str, ...]) -> None:
-        """Factor the merged Hessian, on the first device; or say why this subset is rounded to nearest instead."""
-        work, config = self.work, self.run.job.quantization
-        assert isinstance(config, GPTQConfig)
+    def _prepare(self, subset: tuple[str, ...]) -> None:
+        """Make the merged statistic into what the subset is quantized with, on the first device."""
+        work = self.work
         total = work.take_total()
-        tokens, work.factor, reason = (total.tokens if total is not None else 0), None, None
-        if total is None or tokens == 0 or tokens < config.fallback_tokens * self.run.calibration_tokens:
-            reason = f"{tokens} of {self.run.calibration_tokens} calibration tokens reached it"
-        else:
-            # The peak of a layer: what the forward has freed must not lie under it.
-            running.return_freed_memory()
-            try:
-                work.factor = gptq.factor_hessian(total.hessian(), config)
-            except HessianError as error:
-                reason = str(error)
-            except ActivationError as error:
-                raise ActivationError(f"`{self._full(subset[0])}`: {error}") from error
-        damp = work.factor.damp_percent if work.factor is not None else None
-        method = "gptq" if work.factor is not None else "rtn"
-        work.outcomes[subset] = SubsetOutcome(method, tokens, damp, reason)
+        # The peak of a layer: what the forward has freed must not lie under it.
+        running.return_freed_memory()
+        work.prepared = self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
+        # Without its state, which is the largest thing of all.
+        work.outcomes[subset] = replace(work.prepared, state=None)
 
-    def _quantize(self, module: nn.Module, subset: tuple[str, ...]) -> None:
+    def _state_here(self) -> Any:
+        prepared = self.work.prepared
+        return prepared.state.to(self.device) if prepared is not None and prepared.state is not None else None
+
+    def _quantize_stacked(self, module: nn.Module, subset: tuple[str, ...]) -> None:
         """Quantize this device's units of the subset, then put what a loader will see into this device's module."""
         work = self.work
-        if not self.run.needs_activations:
-            work.outcomes[subset] = SubsetOutcome("rtn", 0, None, None)
         weights = {name: _weight(module, name) for name in subset}
-        self._quantize_units(list(weights.values()), work.factor)
+        self._quantize_units(list(weights.values()), self._state_here())
         work.meet()
         if work.diverged:
             # All or none: siblings that a loader fuses keep one layout, and no result depends on who came first.
@@ -250,29 +253,45 @@ class _Shard:
             work.collect(subset, [len(weight) for weight in weights.values()])
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
         work.meet()
-        if self.run.needs_activations:
-            for name, weight in weights.items():
-                weight.data.copy_(work.quantized[name].dequantize())
+        for name, weight in weights.items():
+            rows = work.quantized[name]
+            assert isinstance(rows, QuantizedRows)
+            weight.data.copy_(rows.dequantize())
 
-    def _quantize_units(self, weights: list[Tensor], factor: Factor | None) -> None:
-        config = self.run.job.quantization
-        here = factor.to(self.device) if factor is not None else None
+    def _quantize_units(self, weights: list[Tensor], state: Any) -> None:
         for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
             weight_NK = _rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
-            if here is None:
-                self.work.units[unit] = rtn.quantize_rows(weight_NK, config).to("cpu")
-                continue
-            assert isinstance(config, GPTQConfig)
             try:
-                self.work.units[unit] = gptq.quantize_rows(weight_NK, here, config).to("cpu")
+                self.work.units[unit] = self.run.scheme.quantize_unit(weight_NK, state)
             except HessianError as error:
                 self.work.diverged[unit] = str(error)
+
+    def _quantize_modules(self, subsets: tuple[tuple[str, ...], ...]) -> None:
+        """Quantize this device's share of whole modules, each from the source's own weights."""
+        work, state = self.work, self._state_here()
+        shapes = self.run.decoder.linear_shapes
+        costs = {name: shapes[name][0] * shapes[name][1] for subset in subsets for name in subset}
+        for name in shares(costs, work.device_count)[self.number]:
+            work.check()
+            full = self._full(name)
+            weight_NK = self.run.source.load([f"{full}.weight"], self.device)[f"{full}.weight"]
+            try:
+                rows = self.run.scheme.quantize(full, weight_NK, state)
+            except WeightError as error:
+                raise WeightError(f"`{full}`: {error}") from error
+            work.keep(name, rows)
+            self.run.tell(name, rows.loss)
+        work.meet()
+        if self.number == 0:
+            for subset in subsets:
+                work.outcomes.setdefault(subset, self.run.scheme.prepare(None, 0, self._full(subset[0])))
+        work.meet()
 
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""
         for name in self.run.decoder.linear_shapes:
             try:
-                check_weight(_weight(module, name), self.run.job.quantization)
+                self.run.scheme.check(_weight(module, name))
             except WeightError as error:
                 raise WeightError(f"`{self._full(name)}`: {error}") from error
 

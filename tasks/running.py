@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from checkpoint_store.session import CheckpointSession
+from tasks import schemes
 from tasks.calibration import Batch, CalibrationSet
 from tasks.devices import DevicePool
 from tasks.job import QuantizationJob
@@ -78,6 +80,11 @@ class Run:
     def needs_activations(self) -> bool:
         return needs_activations(self.job)
 
+    @cached_property
+    def scheme(self) -> schemes.Scheme:
+        """How the job's method is carried out on its source."""
+        return schemes.scheme_of(self.job.quantization, self.source)
+
     def calibration_batch(self, number: int) -> Batch:
         assert self.calibration is not None
         return self.calibration.batches[number]
@@ -111,7 +118,7 @@ class Run:
 
 def needs_activations(job: QuantizationJob) -> bool:
     """Whether the method looks at what flows through the layers, which makes the layers a chain."""
-    return job.quantization.method == "gptq"
+    return schemes.needs_activations(job.quantization)
 
 
 _current: Run | None = None

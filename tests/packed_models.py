@@ -27,7 +27,7 @@ def write_packed(source: Path, output: Path, config: GPTQConfig | RTNConfig) -> 
         packed[module] = _quantized(weights.pop(name), config)
         shard = shards.setdefault(module.split(".")[2], {})
         bias = weights.pop(f"{module}.bias", None)
-        shard |= layout.pack(module, packed[module], config.bits, config.checkpoint_format, bias)
+        shard |= layout.pack(module, packed[module], config, bias)
     for name in [name for name in weights if name.startswith("model.layers.")]:
         shards[name.split(".")[2]][name] = weights.pop(name)
     _write(source, output, [*shards.values(), weights], config)

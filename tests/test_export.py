@@ -108,7 +108,7 @@ def test_the_weights_in_the_files_are_near_the_source_and_everything_else_is_the
     for layer in range(LAYERS):
         for linear in (*LINEARS, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
             name = f"model.layers.{layer}.{linear}"
-            rows = layout.unpack(written, name, 4, "gptq")
+            rows = layout.unpack(written, name, GPTQConfig())
             error_NK = (rows.dequantize() - source.pop(f"{name}.weight").float()).abs()
             # Half a step is the most that rounding to nearest may cost, and 7.5 steps are off by a float16's rounding.
             assert bool((error_NK <= (0.5 + 7.5 * 2**-11) * rows.scales_NG.float()[:, rows.g_idx_K.long()]).all())

@@ -17,6 +17,7 @@ from checkpoint_store.store import CheckpointStore
 from flows.quantize_model import LayerFailed, quantize_model
 from tasks import quantize_layer, quantize_shard, running, telemetry
 from tasks.job import GPTQConfig, RTNConfig, TelemetryConfig
+from tasks.methods import gptq
 from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
 from tests.tiny_models import write_tiny_llama
 
@@ -134,9 +135,9 @@ def test_fallbacks_are_named_in_the_report_and_the_log(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(hessian: Any, config: Any) -> Any:
-        raise quantize_shard.HessianError("too few distinct tokens")
+        raise gptq.HessianError("too few distinct tokens")
 
-    monkeypatch.setattr(quantize_shard.gptq, "factor_hessian", failing)
+    monkeypatch.setattr(gptq, "factor_hessian", failing)
     report = quantize_model(tiny_job(model, tmp_path))
     assert report.fallbacks == 7 * LAYERS
     assert report.layers[0].fallbacks[0].fallback == "too few distinct tokens"

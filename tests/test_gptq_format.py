@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ GOLDEN = Path(__file__).parent / "golden"
 MODULE = "model.layers.0.self_attn.k_proj"
 RUN = {2: 16, 3: 32, 4: 8, 8: 4}  # codes that fill whole words
 BITS = list(RUN)
+
+
+def as_config(bits: Any, checkpoint_format: Any) -> RTNConfig:
+    return RTNConfig(bits=bits, checkpoint_format=checkpoint_format)
 
 
 @st.composite
@@ -77,7 +82,7 @@ def test_packing_gives_another_programs_bytes(bits, checkpoint_format):
         tensors[f"b{bits}.g_idx"],
         torch.zeros(32),
     )
-    packed = pack("m", rows, bits, checkpoint_format, None)
+    packed = pack("m", rows, as_config(bits, checkpoint_format), None)
     assert torch.equal(packed["m.qweight"], tensors[f"b{bits}.qweight"])
     assert torch.equal(packed["m.qzeros"], tensors[f"b{bits}.{checkpoint_format}.qzeros"])
     assert torch.equal(packed["m.scales"], tensors[f"b{bits}.scales"])
@@ -87,7 +92,7 @@ def test_packing_gives_another_programs_bytes(bits, checkpoint_format):
 @pytest.mark.parametrize("name", ["rtn_w4g128_k_proj", "gptq_w4g128_k_proj"])
 def test_unpacking_another_programs_export_and_repacking_gives_its_bytes(name):
     tensors = load_file(GOLDEN / f"{name}.safetensors")
-    packed = pack(MODULE, unpack(tensors, MODULE, 4, "gptq"), 4, "gptq", None)
+    packed = pack(MODULE, unpack(tensors, MODULE, as_config(4, "gptq")), as_config(4, "gptq"), None)
     assert set(packed) == {f"{MODULE}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
     for key, tensor in packed.items():
         assert tensor.dtype == tensors[key].dtype and torch.equal(tensor, tensors[key])
@@ -118,8 +123,8 @@ def row_sets(draw: st.DrawFn) -> tuple[int, str, QuantizedRows]:
 @settings(deadline=None)
 def test_unpacking_a_packed_module_gives_its_rows(case):
     bits, checkpoint_format, rows = case
-    packed = pack("m", rows, bits, checkpoint_format, None)
-    again = unpack(packed, "m", bits, checkpoint_format)
+    packed = pack("m", rows, as_config(bits, checkpoint_format), None)
+    again = unpack(packed, "m", as_config(bits, checkpoint_format))
     for field in ("codes_NK", "scales_NG", "zeros_NG", "g_idx_K"):
         assert torch.equal(getattr(again, field), getattr(rows, field))
         assert getattr(again, field).dtype == getattr(rows, field).dtype
@@ -137,7 +142,7 @@ def test_what_a_method_chose_can_always_be_packed(bits, checkpoint_format, sym):
     weight_NK[2] = 0
     config = RTNConfig(bits=bits, group_size=32, sym=sym, checkpoint_format=checkpoint_format)
     rows = rtn.quantize_rows(weight_NK, config)
-    again = unpack(pack("m", rows, bits, checkpoint_format, None), "m", bits, checkpoint_format)
+    again = unpack(pack("m", rows, as_config(bits, checkpoint_format), None), "m", as_config(bits, checkpoint_format))
     assert torch.equal(again.dequantize(), rows.dequantize())
 
 
@@ -146,15 +151,15 @@ def packable() -> QuantizedRows:
 
 
 def test_a_bias_is_written_if_and_only_if_there_is_one():
-    assert "m.bias" not in pack("m", packable(), 4, "gptq", None)
+    assert "m.bias" not in pack("m", packable(), as_config(4, "gptq"), None)
     bias_N = torch.randn(32).bfloat16()
-    written_N = pack("m", packable(), 4, "gptq", bias_N)["m.bias"]
+    written_N = pack("m", packable(), as_config(4, "gptq"), bias_N)["m.bias"]
     assert written_N.dtype == torch.float16
     torch.testing.assert_close(written_N.float(), bias_N.float(), rtol=2**-11, atol=2**-24)  # a half's rounding
 
 
 def test_tensors_are_contiguous_on_the_cpu():
-    for tensor in pack("m", packable(), 4, "gptq", torch.zeros(64)[::2]).values():
+    for tensor in pack("m", packable(), as_config(4, "gptq"), torch.zeros(64)[::2]).values():
         assert tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
@@ -163,20 +168,22 @@ def test_a_scale_that_would_break_a_reader_is_refused_with_the_modules_name(bad)
     rows = packable()
     rows.scales_NG[3, 1] = bad
     with pytest.raises(ValueError, match=r"`layers.7.up`: a scale is"):
-        pack("layers.7.up", rows, 4, "gptq", None)
+        pack("layers.7.up", rows, as_config(4, "gptq"), None)
 
 
 def test_a_bias_beyond_float16_is_refused_with_the_modules_name():
     with pytest.raises(ValueError, match=r"`layers.7.up`: the bias"):
-        pack("layers.7.up", packable(), 4, "gptq", torch.full((32,), 1e5))
+        pack("layers.7.up", packable(), as_config(4, "gptq"), torch.full((32,), 1e5))
 
 
 def test_v1_refuses_a_zero_point_of_0_which_its_readers_disagree_on():
     rows = packable()
     rows.zeros_NG[0, 0] = 0
     with pytest.raises(ValueError, match=r"`m`: zero points 0 .. 8 do not fit `gptq`"):
-        pack("m", rows, 4, "gptq", None)
-    assert torch.equal(unpack(pack("m", rows, 4, "gptq_v2", None), "m", 4, "gptq_v2").zeros_NG, rows.zeros_NG)
+        pack("m", rows, as_config(4, "gptq"), None)
+    assert torch.equal(
+        unpack(pack("m", rows, as_config(4, "gptq_v2"), None), "m", as_config(4, "gptq_v2")).zeros_NG, rows.zeros_NG
+    )
 
 
 def test_problems_name_the_module_the_size_and_what_would_fit():
@@ -202,9 +209,9 @@ def test_problems_are_reported_exactly_where_packing_fails(bits):
         rows = rtn.quantize_rows(torch.randn(out_features, 32), config)
         if problems("m", 32, out_features, config):
             with pytest.raises(ValueError, match="`m`: out_features"):
-                pack("m", rows, bits, "gptq", None)
+                pack("m", rows, as_config(bits, "gptq"), None)
         else:
-            pack("m", rows, bits, "gptq", None)
+            pack("m", rows, as_config(bits, "gptq"), None)
 
 
 def test_the_config_has_every_key_that_loaders_read():

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from checkpoint_store.differences import differences
 from tasks import calibration
 from tasks.devices import Device, DevicePool
-from tasks.execution_plan import METHOD_REVISIONS
+from tasks.execution_plan import LAYOUT_REVISIONS, METHOD_REVISIONS
 from tasks.identity import (
     AREAS,
     PHYSICAL,
@@ -34,13 +34,14 @@ from tasks.identity import (
 from tasks.job import QuantizationJob
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
+from tasks.schemes import needs_activations
 from tests.tiny_models import write_tiny_llama
 
 TEXTS = ["one two three four five six seven", "bread needs flour and water", "the sea carries them back"]
 SETTINGS = {"data": TEXTS, "sequence_length": 64, "min_length": 2, "samples": 3}
 
-# Every field of the job, another value for it, and the one area that tells the two apart. GPTQ's and RTN's fields are
-# below the method's name.
+# Every field of the job, another value for it, and the one area that tells the two apart. A method's fields are below
+# its name.
 MATTERS: dict[str, tuple[Any, str]] = {
     "quantization.method": ("rtn", "quantization"),
     **{
@@ -54,6 +55,14 @@ MATTERS: dict[str, tuple[Any, str]] = {
             ("checkpoint_format", "gptq_v2", "packed_kernel"),
         )
     },
+    "quantization.fp8.fp8_format": ("e5m2", "quantization"),
+    "quantization.fp8.granularity": ("tensor", "quantization"),
+    "quantization.fp8.checkpoint_format": ("fp8", "packed_kernel"),
+    "quantization.bitsandbytes.quant_type": ("int8", "quantization"),
+    "quantization.bitsandbytes.double_quant": (False, "quantization"),
+    "quantization.bitsandbytes.compute_dtype": ("float16", "quantization"),
+    "quantization.gguf.quant_type": ("q8_0", "quantization"),
+    "quantization.gguf.imatrix": (True, "quantization"),
     "quantization.gptq.desc_act": (True, "quantization"),
     "quantization.gptq.act_group_aware": (False, "quantization"),
     "quantization.gptq.static_groups": (True, "quantization"),
@@ -76,6 +85,7 @@ MATTERS: dict[str, tuple[Any, str]] = {
     "seed": (1, "execution_plan"),
 }
 DOES_NOT_MATTER: dict[str, Any] = {
+    "quantization.gguf.strict": True,
     "model": None,  # another place with the same content; filled in by the test
     "output": "elsewhere",
     "checkpoint.path": "elsewhere",
@@ -114,7 +124,7 @@ def written(path: Path, **fields: Any) -> dict[str, Any]:
         *parents, name = leaf.split(".")
         place = job
         for parent in parents:
-            if parent in ("gptq", "rtn"):
+            if parent in METHOD_REVISIONS:
                 place["method"] = parent
             else:
                 place = place.setdefault(parent, {})
@@ -127,7 +137,7 @@ def identify(fields: dict[str, Any], threads: int = 2, attention: str = "sdpa") 
     job = QuantizationJob.model_validate(fields)
     source = SourceModel.open(job.model)
     samples = None
-    if job.quantization.method == "gptq" and job.calibration is not None:
+    if needs_activations(job.quantization) and job.calibration is not None:
         samples = calibration.prepare(job.calibration, source.path, seed=job.seed)
     decoder = Decoder.from_source(source, attention)
     return build(job, source, decoder, samples, DevicePool.resolve(job.devices), threads)
@@ -162,11 +172,19 @@ def test_every_field_of_the_job_is_classified_and_no_other():
 def test_a_field_that_matters_changes_its_area_and_the_digest(model, leaf):
     value, area = MATTERS[leaf]
     # What the field needs beside it, in both jobs.
-    beside = {"quantization.rtn.bits": 4} if leaf.startswith("quantization.rtn.") else {}
+    beside: dict[str, Any] = {}
+    if leaf.count(".") == 2:
+        beside["quantization.method"] = leaf.split(".")[1]
     if leaf == "calibration.concat_separator":
-        beside = {"calibration.concat_size": 16}
+        beside["calibration.concat_size"] = 16
+    if leaf == "quantization.fp8.fp8_format":
+        beside["quantization.fp8.checkpoint_format"] = "fp8"
+    if leaf.startswith("quantization.fp8.") and not leaf.endswith("granularity"):
+        beside["quantization.fp8.granularity"] = "block"
     one, other = identify(written(model, **beside)), identify(written(model, **{**beside, leaf: value}))
-    expected = {area, "calibration"} if leaf == "quantization.method" else {area}
+    # With the importance matrix comes the calibration.
+    also = {"quantization.method": "calibration", "quantization.gguf.imatrix": "calibration"}.get(leaf, area)
+    expected = {area, also}
     assert changed_areas(one, other) == expected
     assert digest(portable(one)) != digest(portable(other))
 
@@ -174,7 +192,8 @@ def test_a_field_that_matters_changes_its_area_and_the_digest(model, leaf):
 @pytest.mark.parametrize("leaf", DOES_NOT_MATTER)
 def test_a_field_that_does_not_matter_changes_nothing(model, own_model, leaf):
     value = str(own_model) if leaf == "model" else DOES_NOT_MATTER[leaf]
-    assert identify(written(model)) == identify(written(model, **{leaf: value}))
+    beside = {"quantization.method": leaf.split(".")[1]} if leaf.startswith("quantization.") else {}
+    assert identify(written(model, **beside)) == identify(written(model, **beside, **{leaf: value}))
 
 
 def test_calibration_is_no_part_of_a_job_that_does_not_use_it(model):
@@ -242,6 +261,14 @@ def test_a_shard_hash_is_what_xxh128_gives_for_the_whole_file(model, monkeypatch
     for shard, found in hashed_shards(source).items():
         content = (model / shard).read_bytes()
         assert found == {"size": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
+
+
+def test_infinities_in_a_configuration_are_words(model, own_model):
+    config = json.loads((own_model / "config.json").read_text())
+    (own_model / "config.json").write_text(json.dumps({**config, "time_step_limit": [0.0, float("inf")]}))
+    identity = identify(written(own_model))
+    assert identity["source"]["config"]["time_step_limit"] == [0.0, "inf"]
+    assert digest(identity) != digest(identify(written(model)))
 
 
 # Devices --------------------------------------------------------------------------------------------------------------
@@ -337,7 +364,7 @@ def test_revisions_of_a_method_and_of_the_layout_have_their_areas(model, monkeyp
     one = identify(written(model))
     monkeypatch.setitem(METHOD_REVISIONS, "gptq", 99)
     assert changed_areas(one, identify(written(model))) == {"quantization"}
-    monkeypatch.setattr("tasks.identity.LAYOUT_REVISION", 99)
+    monkeypatch.setitem(LAYOUT_REVISIONS, "gptq", 99)
     assert changed_areas(one, identify(written(model))) == {"quantization", "packed_kernel"}
 
 

@@ -65,7 +65,7 @@ def test_all_unsupported_options_are_named_at_once():
         ({"method": "awq"}, "'gptq', 'rtn'"),
         ({"method": "gptq", "bits": 5}, "2, 3, 4 or 8"),
         ({"method": "gptq", "group_size": 0}, "group_size 0"),
-        ({"method": "gptq", "checkpoint_format": "marlin"}, "'gptq' or 'gptq_v2'"),
+        ({"method": "gptq", "checkpoint_format": "marlin"}, "'gptq', 'gptq_v2' or 'compressed-tensors'"),
         ({"method": "gptq", "mse": float("inf")}, "finite"),
         ({"method": "gptq", "mse": float("nan")}, "finite"),
         ({"method": "gptq", "desc_act": True, "act_group_aware": True}, "choose one"),

@@ -7,7 +7,17 @@ import pytest
 
 from checkpoint_store.config import CheckpointConfig
 from flows.job_arguments import METHODS, SECTIONS, UsageError, add_job_arguments, job_from
-from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig, TelemetryConfig
+from tasks.job import (
+    BitsAndBytesConfig,
+    CalibrationConfig,
+    FP8Config,
+    GGUFConfig,
+    GPTQConfig,
+    Quantization,
+    QuantizationJob,
+    RTNConfig,
+    TelemetryConfig,
+)
 
 
 def job_of(command: str) -> QuantizationJob:
@@ -69,6 +79,26 @@ def test_every_option_reaches_its_field() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("rtn --bits 8 --format compressed-tensors", RTNConfig(bits=8, checkpoint_format="compressed-tensors")),
+        (
+            "fp8 --fp8-format e5m2 --granularity row --format fp8",
+            FP8Config(fp8_format="e5m2", granularity="row", checkpoint_format="fp8"),
+        ),
+        ("bitsandbytes", BitsAndBytesConfig()),
+        ("gguf --quant-type q6_k --strict --imatrix", GGUFConfig(quant_type="q6_k", strict=True, imatrix=True)),
+        (
+            "bitsandbytes --quant-type fp4 --no-double-quant --compute-dtype float32",
+            BitsAndBytesConfig(quant_type="fp4", double_quant=False, compute_dtype="float32"),
+        ),
+    ],
+)
+def test_each_method_has_options_of_its_own(options: str, expected: Quantization) -> None:
+    assert job_of(f"MODEL --output OUT --method {options}").quantization == expected
+
+
 def test_no_field_of_the_job_lacks_an_option() -> None:
     parser = argparse.ArgumentParser()
     add_job_arguments(parser)
@@ -91,6 +121,9 @@ def test_options_that_are_not_given_leave_the_defaults() -> None:
     ("options", "words"),
     [
         ("--method rtn --desc-act", "--desc-act does not apply to method `rtn`"),
+        ("--method fp8 --bits 8", "--bits does not apply to method `fp8`"),
+        ("--method gptq --format fp8", "--format fp8"),
+        ("--method gguf --quant-type nf4", "--quant-type nf4"),
         ("--keep-last 1", "--keep-last 1"),
         ("--keep-last 257", "--keep-last 257"),
         ("--interval hourly", "--interval: interval `hourly` is not understood"),

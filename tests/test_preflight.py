@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tasks.formats import gptq as layout
-from tasks.job import QuantizationJob, RTNConfig
-from tasks.methods import rtn
+from tasks.gguf_scheme import GGUFScheme
+from tasks.job import BitsAndBytesConfig, FP8Config, GGUFConfig, Quantization, QuantizationJob, RTNConfig
+from tasks.models.source import SourceModel
 from tasks.plan import Plan, size
 from tasks.preflight import PreflightError, check
+from tasks.schemes import scheme_of
 from tests.tiny_models import write_tiny_llama
 
 TEXTS = ["one two three four five six seven"] * 4
@@ -26,6 +27,15 @@ TEXTS = ["one two three four five six seven"] * 4
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny", attention_bias=True, shards=2)
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory) -> Path:
+    """Sizes that fill the blocks of every layout."""
+    path = tmp_path_factory.mktemp("models") / "wide"
+    return write_tiny_llama(
+        path, attention_bias=True, shards=2, hidden_size=128, intermediate_size=256, key_value_heads=4
+    )
 
 
 @pytest.fixture
@@ -315,13 +325,25 @@ def test_a_layer_that_no_device_can_hold_is_refused(model, tmp_path, monkeypatch
     assert f"cpu has {size(floor - 1)}" in problem_of(model, tmp_path)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("group_size", [32, -1])
-@pytest.mark.parametrize("sym", [True, False])
-def test_sizes_are_exactly_those_of_the_packed_tensors(model, tmp_path, bits, group_size, sym):
-    config = RTNConfig(bits=bits, group_size=group_size, sym=sym)
-    plan = plan_of(model, tmp_path, quantization=config.model_dump())
-    tensors = {name: tensor for shard in model.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+SIZED: list[Quantization] = [
+    RTNConfig(bits=bits, group_size=group_size, sym=sym, checkpoint_format=checkpoint_format)
+    for checkpoint_format in ("gptq", "compressed-tensors")
+    for bits in (2, 3, 4, 8)
+    for group_size in (32, -1)
+    for sym in (True, False)
+    if checkpoint_format == "gptq" or bits in (4, 8)
+]
+SIZED += [FP8Config(granularity=granularity) for granularity in ("tensor", "row", "block")]
+SIZED += [FP8Config(granularity="block", checkpoint_format="fp8"), BitsAndBytesConfig(quant_type="int8")]
+# Some of their bytes are JSON with a number of any length in it.
+ABOUT_SIZED = [BitsAndBytesConfig(quant_type="fp4", double_quant=double_quant) for double_quant in (True, False)]
+
+
+@pytest.mark.parametrize("config", [*SIZED, *ABOUT_SIZED], ids=str)
+def test_sizes_are_those_of_the_packed_tensors(wide_model, tmp_path, config):
+    plan = plan_of(wide_model, tmp_path, quantization=config.model_dump())
+    scheme = scheme_of(config, SourceModel.open(str(wide_model)))
+    tensors = {name: tensor for shard in wide_model.glob("*.safetensors") for name, tensor in load_file(shard).items()}
     assert plan.bytes_before == sum(tensor.nbytes for tensor in tensors.values())
     written = dict(tensors)
     for kind in plan.modules:
@@ -329,11 +351,66 @@ def test_sizes_are_exactly_those_of_the_packed_tensors(model, tmp_path, bits, gr
         for layer in range(plan.layer_count):
             name = f"model.layers.{layer}.{kind.name}"
             weight_NK, bias = written.pop(f"{name}.weight"), written.pop(f"{name}.bias", None)
-            packed = layout.pack(name, rtn.quantize_rows(weight_NK, config), bits, config.checkpoint_format, bias)
+            packed = scheme.pack(name, scheme.quantize(name, weight_NK, None), bias)
             after += sum(tensor.nbytes for tensor in packed.values())
-        assert kind.bytes_after == after
+        assert abs(kind.bytes_after - after) <= (0 if config in SIZED else 24 * plan.layer_count)
         assert kind.count == plan.layer_count
     assert plan.bytes_after == sum(k.bytes_after for k in plan.modules) + sum(t.nbytes for t in written.values())
+
+
+def test_a_gguf_plan_has_the_exact_sizes_and_a_line_for_every_tensor(wide_model, tmp_path):
+    config = GGUFConfig()
+    plan = plan_of(wide_model, tmp_path, quantization=config.model_dump(), calibration=None)
+    scheme = GGUFScheme(config, SourceModel.open(str(wide_model)))
+    assert plan.bytes_after == scheme.plan.size_bytes
+    table = plan.table()
+    for entry in scheme.plan.tensors:
+        (line,) = [line for line in table.splitlines() if line.startswith(f"{entry.name} ")]
+        assert line.split()[2:4] == [entry.intended, entry.actual]
+    assert any("--strict refuses that" in note for note in plan.notes)
+
+
+def test_gguf_problems_are_told_beforehand(model, own_model, tmp_path, monkeypatch):
+    strict = {"method": "gguf", "strict": True}
+    assert "in_features 64 is not a multiple of 256" in problem_of(model, tmp_path, quantization=strict)
+    assert "no calibration data" in problem_of(
+        model, tmp_path, quantization={"method": "gguf", "imatrix": True}, calibration=None
+    )
+    (own_model / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in problem_of(own_model, tmp_path, quantization={"method": "gguf"})
+    monkeypatch.setattr("tasks.formats.gguf.find_spec", lambda name: None)
+    assert "pip install 'prefect-quantize[gguf]'" in problem_of(model, tmp_path, quantization={"method": "gguf"})
+
+
+def test_a_missing_extra_is_told_with_the_line_that_installs_it(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.schemes.find_spec", lambda name: None)
+    problem = problem_of(model, tmp_path, quantization={"method": "bitsandbytes", "quant_type": "int8"})
+    assert problem.endswith("not installed; run `pip install 'prefect-quantize[bitsandbytes]'`")
+
+
+def test_what_the_chosen_layout_can_not_hold_is_told_whatever_the_method(model, tmp_path):
+    for quantization, part in (
+        (
+            {"method": "rtn", "bits": 3, "group_size": 32, "checkpoint_format": "compressed-tensors"},
+            "holds 4 and 8 bits",
+        ),
+        ({"method": "fp8", "granularity": "block"}, "is not a multiple of 128, the side of a block"),
+        ({"desc_act": True, "group_size": 32, "checkpoint_format": "compressed-tensors"}, "out of order"),
+    ):
+        assert any(part in problem for problem in problems_of(model, tmp_path, quantization=quantization)), part
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ({"method": "fp8"}, "fp8, e4m3, one scale per row, layout compressed-tensors"),
+        ({"method": "bitsandbytes"}, "bitsandbytes, nf4, double quantization, layout bitsandbytes"),
+    ],
+)
+def test_the_plan_needs_no_calibration_of_a_weight_only_method(model, tmp_path, quantization, words):
+    plan = plan_of(model, tmp_path, quantization=quantization, calibration=None)
+    assert plan.table().splitlines()[0].endswith(words)
+    assert plan.continuation_bytes == plan.memory.statistics_bytes == 0
 
 
 # The plan -------------------------------------------------------------------------------------------------------------

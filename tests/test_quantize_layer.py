@@ -126,8 +126,8 @@ def test_the_outputs_are_a_plain_forward_of_the_layer_with_the_weights_that_a_re
         packed = quantize_layer.pack(run, work)
         for name, rows in work.quantized.items():
             full = f"model.layers.0.{name}"
-            layer.get_submodule(name).weight.data.copy_(layout.unpack(packed, full, 4, "gptq").dequantize())
-            assert torch.equal(layout.unpack(packed, full, 4, "gptq").codes_NK, rows.codes_NK)
+            layer.get_submodule(name).weight.data.copy_(layout.unpack(packed, full, GPTQConfig()).dequantize())
+            assert torch.equal(layout.unpack(packed, full, GPTQConfig()).codes_NK, rows.codes_NK)
         for batch, hidden in enumerate(run.hidden):
             entering = hidden.float()
             mask = run.calibration_batch(batch).attention_mask
@@ -184,7 +184,7 @@ def test_a_hessian_that_will_not_factor_rounds_its_subset_to_nearest_and_says_wh
             raise HessianError("leading minor 7 is not positive definite")
         return factor(hessian, config)
 
-    monkeypatch.setattr(quantize_shard.gptq, "factor_hessian", failing_for_o)
+    monkeypatch.setattr(gptq, "factor_hessian", failing_for_o)
     with open_run(tiny_job(model, tmp_path)) as run:
         work, errors = run_shards(run, 0)
         assert errors == []
@@ -211,7 +211,7 @@ def test_feedback_that_diverges_in_one_unit_rounds_the_whole_subset_to_nearest_o
                 raise HessianError("error feedback diverged")
             return quantize(weight_NK, *args)
 
-        monkeypatch.setattr(quantize_shard.gptq, "quantize_rows", diverging)
+        monkeypatch.setattr(gptq, "quantize_rows", diverging)
         work, errors = run_shards(run, 0)
         assert errors == []
         for name in ("q_proj", "k_proj", "v_proj"):

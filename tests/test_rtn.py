@@ -17,7 +17,7 @@ MODULE = "model.layers.0.self_attn.k_proj"
 
 def test_it_is_as_another_program_where_a_positive_weight_is_the_largest_and_nearer_elsewhere():
     tensors = load_file(GOLDEN / "rtn_w4g128_k_proj.safetensors")
-    theirs = layout.unpack(tensors, MODULE, 4, "gptq")
+    theirs = layout.unpack(tensors, MODULE, RTNConfig())
     weight_NK = tensors[f"{MODULE}.weight"].float()
     ours = rtn.quantize_rows(weight_NK, RTNConfig(bits=4, group_size=128))
     assert torch.equal(ours.zeros_NG, theirs.zeros_NG)

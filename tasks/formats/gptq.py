@@ -22,7 +22,7 @@ Shape suffixes: N out_features, K in_features, G groups, P packed int32 words, R
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,23 +30,25 @@ from torch import Tensor
 from tasks.job import GPTQConfig, RTNConfig
 from tasks.methods.grid import QuantizedRows, columns_per_group
 
-CheckpointFormat = Literal["gptq", "gptq_v2"]
+Config = GPTQConfig | RTNConfig
 
 # What GPTQModel's kernels load, beside -1 and a group of all input columns; vLLM's take fewer.
 LOADABLE_GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 # GPTQModel loads an asymmetric v1 file only from writers that name a GPTQModel since 0.9.0, which mended its zero
 # points. Ours are never 0, so what the mark stands for holds.
 ASYMMETRIC_V1_MARK = "gptqmodel:0.9.0"
+_OTHER_LAYOUT = "checkpoint_format `compressed-tensors` is another layout than gptq; use `gptq` or `gptq_v2`"
 
 
-def pack(
-    name: str, rows: QuantizedRows, bits: int, checkpoint_format: CheckpointFormat, bias: Tensor | None
-) -> dict[str, Tensor]:
+def pack(name: str, rows: QuantizedRows, config: Config, bias: Tensor | None) -> dict[str, Tensor]:
     """The tensors of one module under their final names, contiguous on the CPU.
 
     ValueError, naming the module, for shapes that do not fill whole words, non-finite or non-positive scales, a bias that
     float16 can't hold, and a zero point that the layout can't.
     """
+    bits, checkpoint_format = config.bits, config.checkpoint_format
+    if checkpoint_format == "compressed-tensors":
+        raise ValueError(f"`{name}`: {_OTHER_LAYOUT}")
     out_features, in_features = rows.codes_NK.shape
     assert int(rows.codes_NK.max()) < 2**bits, f"`{name}` has codes wider than {bits} bits"
     shape_problems = _shape_problems(name, in_features, out_features, bits)
@@ -78,10 +80,11 @@ def pack(
     return packed
 
 
-def unpack(tensors: Mapping[str, Tensor], name: str, bits: int, checkpoint_format: CheckpointFormat) -> QuantizedRows:
+def unpack(tensors: Mapping[str, Tensor], name: str, config: Config) -> QuantizedRows:
     """The inverse of `pack`, for any program's file; losses are zero, they are not in it."""
+    bits = config.bits
     zeros_NG = unpack_rows(tensors[f"{name}.qzeros"].t(), bits)
-    if checkpoint_format == "gptq":
+    if config.checkpoint_format == "gptq":
         zeros_NG = (zeros_NG + 1) & (2**bits - 1)
     codes_NK = unpack_rows(tensors[f"{name}.qweight"], bits).t().contiguous()
     return QuantizedRows(
@@ -133,8 +136,10 @@ def unpack_rows(packed_PC: Tensor, bits: int) -> Tensor:
     return codes_RC.reshape(-1, columns)
 
 
-def problems(name: str, in_features: int, out_features: int, config: GPTQConfig | RTNConfig) -> list[str]:
+def problems(name: str, in_features: int, out_features: int, config: Config) -> list[str]:
     """Why this layout can't hold module `name`, one sentence each with what would fit; empty when it can."""
+    if config.checkpoint_format == "compressed-tensors":
+        return [f"`{name}`: {_OTHER_LAYOUT}"]
     found = _shape_problems(name, in_features, out_features, config.bits)
     if config.group_size != -1 and in_features % config.group_size:
         fitting = [size for size in LOADABLE_GROUP_SIZES if in_features % size == 0]
@@ -150,21 +155,33 @@ def problems(name: str, in_features: int, out_features: int, config: GPTQConfig 
     return found
 
 
-def packed_bytes(in_features: int, out_features: int, config: GPTQConfig | RTNConfig, has_bias: bool) -> int:
-    """Bytes of the tensors that `pack` makes of one module which this layout can hold."""
+def packed_bytes(in_features: int, out_features: int, config: Config, bias_bytes: int) -> int:
+    """Bytes of the tensors that `pack` makes of one module which this layout can hold; its bias in the source, if any."""
     groups = in_features // columns_per_group(in_features, config)
     qweight = in_features * out_features * config.bits // 8
     qzeros = groups * out_features * config.bits // 8
     scales = groups * out_features * 2
-    return qweight + qzeros + scales + in_features * 4 + (out_features * 2 if has_bias else 0)
+    return qweight + qzeros + scales + in_features * 4 + (out_features * 2 if bias_bytes else 0)
 
 
-def quantization_config(config: GPTQConfig | RTNConfig) -> dict[str, Any]:
+def parts(config: Config) -> tuple[str, ...]:
+    """Names of a packed module's tensors, without a bias; the first one marks a module as packed."""
+    return ("qweight", "qzeros", "scales", "g_idx")
+
+
+def config_of(described: Mapping[str, Any]) -> Config:
+    """As much of the config as `unpack` needs, from a file's `quantization_config`."""
+    return RTNConfig(bits=described["bits"], checkpoint_format=described["checkpoint_format"])
+
+
+def quantization_config(config: Config) -> dict[str, Any]:
     """What `config.json` holds as `quantization_config` and `quantize_config.json` holds as a whole.
 
     `desc_act` says what a reader must do, not how we quantized: group-aware order and static groups leave `g_idx` in
-    its natural order, so they load as fast as no order at all.
+    its natural order, so they load as fast as no order at all. ValueError for another layout's config.
     """
+    if config.checkpoint_format == "compressed-tensors":
+        raise ValueError(_OTHER_LAYOUT)
     quantizers = [f"prefect-quantize:{_own_version()}"]
     if config.checkpoint_format == "gptq" and not config.sym:
         quantizers.append(ASYMMETRIC_V1_MARK)

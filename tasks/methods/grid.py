@@ -124,24 +124,35 @@ def columns_per_group(in_features: int, config: GridConfig) -> int:
     return config.group_size
 
 
+def check_finite(weight_NK: Tensor) -> None:
+    """WeightError that names the first row with a NaN or an infinity in it."""
+    bad_N = ~weight_NK.isfinite().all(dim=1)
+    if bool(bad_N.any()):
+        raise WeightError(
+            f"row {int(bad_N.nonzero()[0])} (one of {int(bad_N.sum())}) holds NaN or infinite weights: the source file is "
+            f"damaged or the model diverged; fetch it again or use another source"
+        )
+
+
 def check_weight(weight_NK: Tensor, config: GridConfig) -> None:
     """WeightError for NaN, infinities, and weights whose scale would not fit float16 (over 491,000 at 4 bits)."""
+    check_finite(weight_NK)
     largest_N = weight_NK.abs().amax(dim=1).float()
     limit = LARGEST_HALF * (2**config.bits - 1) / 2
-    bad_N = ~(largest_N <= limit)
-    if not bool(bad_N.any()):
-        return
-    row = int(bad_N.nonzero()[0])
-    count = int(bad_N.sum())
-    if not bool(largest_N[row].isfinite()):
+    bad_N = largest_N > limit
+    if bool(bad_N.any()):
+        row = int(bad_N.nonzero()[0])
         raise WeightError(
-            f"row {row} (one of {count}) holds NaN or infinite weights: the source file is damaged or the model "
-            f"diverged; fetch it again or use another source"
+            f"row {row} (one of {int(bad_N.sum())}) holds a weight of magnitude {float(largest_N[row]):.4g}; at "
+            f"{config.bits} bits the largest that a float16 scale can reach is {limit:.4g}; use more bits, or a method "
+            f"whose scales are wider"
         )
-    raise WeightError(
-        f"row {row} (one of {count}) holds a weight of magnitude {float(largest_N[row]):.4g}; at {config.bits} bits the "
-        f"largest that a float16 scale can reach is {limit:.4g}; use more bits, or a method whose scales are wider"
-    )
+
+
+def row_losses(error_NK: Tensor) -> Tensor:
+    """float64 [N]: mean squared error of each row, also where a square would leave the float32 range."""
+    largest_N = error_NK.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    return (error_NK / largest_N[:, None]).square().mean(dim=1).double() * largest_N.double().square()
 
 
 def find_grid(weight_RC: Tensor, config: GridConfig) -> tuple[Tensor, Tensor]:

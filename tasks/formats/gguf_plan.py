@@ -1,0 +1,253 @@
+"""Which GGML type each tensor of a model gets: intended by the chosen mix, and actual where rows do not fill its blocks.
+
+The mixes are llama.cpp's, so that a `q4_k_m` of ours is what its users know by that name: most tensors get the base
+type; `attn_v` and `ffn_down` of some layers (the first and the last eighth, and every third between), the output head,
+and the embeddings where they are the head, get more bits. K-quants need rows of a multiple of 256. Where a row is none,
+llama.cpp takes the next larger type with blocks of 32, and half precision where those do not fit either; so do we, and
+the plan says so beforehand. One-dimensional tensors stay float32.
+
+Nothing here needs the `gguf` package, nor a tensor: a plan is made from `config.json` and shapes.
+
+Shape suffixes: N out_features, K in_features.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.job import GGUFConfig
+from tasks.methods.ggml_blocks import BLOCK_TYPES
+
+# quant_type: (type of most tensors, the number that files have for the mix)
+MIXES = {
+    "q4_0": ("q4_0", 2),
+    "q8_0": ("q8_0", 7),
+    "q5_0": ("q5_0", 8),
+    "q2_k": ("q2_k", 10),
+    "q3_k_s": ("q3_k", 11),
+    "q3_k_m": ("q3_k", 12),
+    "q3_k_l": ("q3_k", 13),
+    "q4_k_s": ("q4_k", 14),
+    "q4_k_m": ("q4_k", 15),
+    "q5_k_s": ("q5_k", 16),
+    "q5_k_m": ("q5_k", 17),
+    "q6_k": ("q6_k", 18),
+}
+FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+FLOAT_BYTES = {"f16": 2, "f32": 4}
+
+OUTER_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+LAYERS_OF_70B = 80
+
+_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor of the file. `source` is its name in the source model; None for one that is computed.
+
+    `heads` above 0 means that rows are rearranged within so many heads, see `gguf.arrange`. `layer` is None outside
+    the layers.
+    """
+
+    source: str | None
+    name: str
+    layer: int | None
+    shape: tuple[int, ...]
+    intended: str
+    actual: str
+    heads: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file, without alignment."""
+        *rows, in_features = self.shape
+        row_bytes = (
+            FLOAT_BYTES[self.actual] * in_features
+            if self.actual in FLOAT_BYTES
+            else BLOCK_TYPES[self.actual].row_bytes(in_features)
+        )
+        return row_bytes * (rows[0] if rows else 1)
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether rows do not fill the blocks of the intended type."""
+        return self.actual != self.intended
+
+
+@dataclass(frozen=True)
+class GGUFPlan:
+    """All tensors of the file in its order: embeddings first, then the layers, then norm and head."""
+
+    quant_type: str
+    file_type: int
+    tensors: tuple[TensorPlan, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors, without metadata and alignment."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    @property
+    def fallbacks(self) -> tuple[TensorPlan, ...]:
+        """The tensors that do not get their intended type."""
+        return tuple(tensor for tensor in self.tensors if tensor.is_fallback)
+
+    def of_layer(self, layer: int | None) -> tuple[TensorPlan, ...]:
+        """The tensors of one layer; of None, those outside the layers."""
+        return tuple(tensor for tensor in self.tensors if tensor.layer == layer)
+
+    def table(self) -> str:
+        """The dry run as text: one line per tensor, intended and actual type and bytes, totals last."""
+        rows = [("tensor", "shape", "intended", "actual", "bytes")]
+        for tensor in self.tensors:
+            shape = "x".join(map(str, tensor.shape))
+            rows.append((tensor.name, shape, tensor.intended, tensor.actual, f"{tensor.size_bytes:,}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        note = f"{len(self.fallbacks)} of them in a larger type than intended" if self.fallbacks else "all as intended"
+        return "\n".join([*lines, f"{len(self.tensors)} tensors, {self.size_bytes:,} bytes; {note}"])
+
+
+def make_plan(config: GGUFConfig, model_config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> GGUFPlan:
+    """The plan for a model with this `config.json` and these tensors (a tied head left out).
+
+    ValueError with every problem: tensors that the format has no name for and, where `config.strict`, rows that do not
+    fill the intended blocks.
+    """
+    unknown = [name for name in shapes if _gguf_name(name) is None]
+    if unknown:
+        raise ValueError(
+            f"{len(unknown)} tensors have no name in a llama .gguf file: {', '.join(unknown[:10])}; readers of the "
+            f"file would not find them, so this model can't be exported as gguf"
+        )
+    is_tied = "lm_head.weight" not in shapes
+    tensors = []
+    for source, shape in shapes.items():
+        name, layer = _gguf_name(source) or ("", None)
+        intended = _intended(config, name, layer, shape, model_config, is_tied)
+        heads = _heads(name, model_config)
+        tensors.append(TensorPlan(source, name, layer, tuple(shape), intended, _actual(intended, shape), heads))
+    if rope_parameters(model_config).get("rope_type") == "llama3":
+        shape = (head_size(model_config) // 2,)
+        tensors.append(TensorPlan(None, ROPE_FACTORS, None, shape, "f32", "f32"))
+    tensors.sort(key=_file_order)
+    plan = GGUFPlan(config.quant_type, MIXES[config.quant_type][1], tuple(tensors))
+    if config.strict and plan.fallbacks:
+        raise ValueError("; ".join(_strict_problem(tensor) for tensor in plan.fallbacks))
+    return plan
+
+
+def head_size(model_config: Mapping[str, Any]) -> int:
+    """Columns of one attention head."""
+    return model_config.get("head_dim") or model_config["hidden_size"] // model_config["num_attention_heads"]
+
+
+def rope_parameters(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters from either spelling of config.json, with `rope_type` and `rope_theta` always in them."""
+    found = dict(model_config.get("rope_parameters") or model_config.get("rope_scaling") or {})
+    found.setdefault("rope_type", found.get("type", "default"))
+    found.setdefault("rope_theta", model_config.get("rope_theta") or 10000.0)
+    return found
+
+
+def _gguf_name(source: str) -> tuple[str, int | None] | None:
+    if match := _LAYER_TENSOR.fullmatch(source):
+        layer, module, part = match.groups()
+        return (f"blk.{layer}.{LAYER_NAMES[module]}.{part}", int(layer)) if module in LAYER_NAMES else None
+    module, _, part = source.rpartition(".")
+    return (f"{OUTER_NAMES[module]}.{part}", None) if module in OUTER_NAMES and part == "weight" else None
+
+
+def _heads(name: str, model_config: Mapping[str, Any]) -> int:
+    heads: int = model_config["num_attention_heads"]
+    if ".attn_q." in name:
+        return heads
+    return (model_config.get("num_key_value_heads") or heads) if ".attn_k." in name else 0
+
+
+def _intended(
+    config: GGUFConfig,
+    name: str,
+    layer: int | None,
+    shape: tuple[int, ...],
+    model_config: Mapping[str, Any],
+    is_tied: bool,
+) -> str:
+    """llama.cpp's choice for a dense llama: by what the tensor does, which layer it is in, and the mix."""
+    if len(shape) < 2:
+        return "f32"
+    mix, base = config.quant_type, MIXES[config.quant_type][0]
+    if layer is None:
+        is_head = name == "output.weight" or is_tied
+        return "q6_k" if is_head and base != "q8_0" else base
+    layers: int = model_config["num_hidden_layers"]
+    heads: int = model_config["num_attention_heads"]
+    group = heads // (model_config.get("num_key_value_heads") or heads)
+    has_more_bits = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    raised: str | None = None
+    if ".attn_v." in name:
+        raised = {
+            "q2_k": "q4_k" if group >= 4 else "q3_k",
+            "q3_k_m": "q5_k" if layer < 2 else "q4_k",
+            "q3_k_l": "q5_k",
+            "q4_k_s": "q5_k" if layer < 4 else None,
+            "q4_k_m": "q6_k" if has_more_bits else None,
+            "q5_k_m": "q6_k" if has_more_bits else None,
+        }.get(mix)
+        if layers == LAYERS_OF_70B and (raised or base) in ("q3_k", "q4_k"):
+            raised = "q5_k"  # eight heads share it there: small, and worth its bits
+    elif ".ffn_down." in name:
+        is_early = layer < layers // 8
+        raised = {
+            "q2_k": "q3_k",
+            "q3_k_m": "q5_k" if layer < layers // 16 else "q4_k",
+            "q3_k_l": "q5_k",
+            "q4_k_s": "q5_k" if is_early else None,
+            "q4_k_m": "q6_k" if has_more_bits else None,
+            "q5_k_m": "q6_k" if has_more_bits else None,
+            "q4_0": "q4_1" if config.imatrix and is_early else None,
+            "q5_0": "q5_1" if config.imatrix and is_early else None,
+        }.get(mix)
+    elif ".attn_output." in name:
+        raised = {"q2_k": "q3_k", "q3_k_m": "q4_k", "q3_k_l": "q5_k"}.get(mix)
+    return raised or base
+
+
+def _actual(intended: str, shape: tuple[int, ...]) -> str:
+    for candidate in (intended, FALLBACKS.get(intended)):
+        if candidate == "f32" or (candidate and shape[-1] % BLOCK_TYPES[candidate].weights == 0):
+            return candidate
+    return "f16"
+
+
+def _strict_problem(tensor: TensorPlan) -> str:
+    source, in_features = tensor.source, tensor.shape[-1]
+    fitting = [name for name, block in BLOCK_TYPES.items() if in_features % block.weights == 0]
+    return (
+        f"`{source}`: in_features {in_features} is not a multiple of {BLOCK_TYPES[tensor.intended].weights}, the block "
+        f"of {tensor.intended}; {', '.join([*fitting, 'f16'])} would fit; without `strict` it becomes {tensor.actual}"
+    )
+
+
+def _file_order(tensor: TensorPlan) -> tuple[int, int]:
+    if tensor.layer is not None:
+        return 1, tensor.layer
+    return (0 if tensor.name in ("token_embd.weight", ROPE_FACTORS) else 2), 0

@@ -1,0 +1,141 @@
+"""How a model becomes one .gguf file: every tensor has a planned type, a layer's object holds its block bytes.
+
+Layers are encoded under the file's own names as they are quantized; what lies outside them (embeddings, norm, head) when
+the file is put together. With an importance matrix the layers are run, unquantized, for what enters each linear.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tasks.formats import gguf
+from tasks.formats.gguf_plan import GGUFPlan, TensorPlan, make_plan
+from tasks.formats.gguf_tokenizer import TokenizerFields, tokenizer_fields
+from tasks.job import GGUFConfig
+from tasks.methods.grid import WeightError
+from tasks.methods.importance import ImportanceSum
+from tasks.models.source import SourceModel
+from tasks.schemes import Prepared, Scheme, Statistic
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedTensor:
+    """A whole tensor as the file holds it, and its mean squared error."""
+
+    encoded: Tensor
+    loss: float
+
+
+class GGUFScheme(Scheme):
+    """GGML blocks by plan; importance from calibration where it is asked for."""
+
+    is_one_file = True
+
+    def __init__(self, config: GGUFConfig, source: SourceModel) -> None:
+        super().__init__(config, source)
+        self.gguf_config = config
+
+    @cached_property
+    def plan(self) -> GGUFPlan:
+        """The types of all tensors; ValueError with every problem."""
+        is_tied = bool(self.source.config.get("tie_word_embeddings"))
+        shapes = {
+            name: info.shape for name, info in self.source.tensors.items() if not (is_tied and name == "lm_head.weight")
+        }
+        return make_plan(self.gguf_config, self.source.config, shapes)
+
+    @cached_property
+    def entries(self) -> dict[str, TensorPlan]:
+        """The plan by the source's names."""
+        return {entry.source: entry for entry in self.plan.tensors if entry.source is not None}
+
+    def tokenizer(self) -> TokenizerFields:
+        """What the file says of the tokenizer; ValueError when the source has none, or one that readers don't know."""
+        files = {name: self.source.path / f"{name}.json" for name in ("tokenizer", "tokenizer_config")}
+        missing = [path.name for path in files.values() if not path.is_file()]
+        if missing:
+            raise ValueError(f"the source has no {' and no '.join(missing)}, and a .gguf file holds its tokenizer")
+        parsed = {name: json.loads(path.read_text()) for name, path in files.items()}
+        template = self.source.path / "chat_template.jinja"
+        vocabulary = self.source.tensors["model.embed_tokens.weight"].shape[0]
+        return tokenizer_fields(
+            parsed["tokenizer"],
+            parsed["tokenizer_config"],
+            self.source.config,
+            vocabulary,
+            template.read_text() if template.is_file() else None,
+        )
+
+    # Quantizing
+
+    def statistic(self, in_features: int, device: torch.device) -> Statistic:
+        return ImportanceSum(in_features, device)
+
+    def statistic_bytes(self, in_features: int) -> int:
+        return 8 * in_features if self.gguf_config.imatrix else 0
+
+    def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
+        if not self.gguf_config.imatrix:
+            return Prepared(None, "gguf")
+        if total is None or not total.tokens:
+            return Prepared(None, "gguf", 0, None, f"0 of {all_tokens} calibration tokens reached it")
+        importance_K = total.importance()
+        if not bool(importance_K.isfinite().all()):
+            raise ValueError(f"`{name}`: its inputs hold NaN or Inf: the source's weights are damaged, or overflow")
+        return Prepared(importance_K, "gguf", total.tokens)
+
+    def quantize(self, name: str, weight_NK: Tensor, state: Any) -> EncodedTensor:
+        entry = self.entries[f"{name}.weight"]
+        encoded, losses_N = gguf.encode(entry, weight_NK, state)
+        loss = float(losses_N.double().mean())
+        # Bytes can't be scanned for NaN later; the error of what they decode to can.
+        if not loss < float("inf"):
+            raise WeightError(f"encoded as {entry.actual} it holds values that are not finite; the source is damaged")
+        return EncodedTensor(gguf.arrange(entry, encoded).cpu(), loss)
+
+    # Naming and packing
+
+    def pack(self, name: str, rows: Any, bias: Tensor | None) -> dict[str, Tensor]:
+        packed = {self.entries[f"{name}.weight"].name: rows.encoded}
+        return packed if bias is None else packed | self.carry({f"{name}.bias": bias})
+
+    def carry(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return gguf.encode_all(tuple(self.entries[name] for name in tensors), tensors)[0]
+
+    def quantization_config(self) -> dict[str, Any]:
+        return {"quant_method": "gguf", "quant_type": self.gguf_config.quant_type}
+
+    # What preflight asks
+
+    def problems(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        yield from gguf.problems(self.source.config)
+        for look in (lambda: self.plan, self.tokenizer):
+            try:
+                look()
+            except (ValueError, KeyError) as error:
+                yield (
+                    str(error) if isinstance(error, ValueError) else f"the tokenizer's files or the source lack {error}"
+                )
+
+    def notes(self) -> Iterator[str]:
+        if any(name.endswith(".bias") for name in self.entries):
+            yield "transformers leaves out the biases of a .gguf file without an error (seen in 5.24.0); llama.cpp reads them"
+        if self.plan.fallbacks:
+            yield (
+                f"{len(self.plan.fallbacks)} tensors get a larger type than intended, as their rows do not fill its "
+                f"blocks; --strict refuses that"
+            )
+
+    def module_bytes(self, name: str) -> int:
+        return self.other_bytes(part for part in (f"{name}.weight", f"{name}.bias") if part in self.entries)
+
+    def other_bytes(self, names: Iterable[str]) -> int:
+        return sum(self.entries[name].size_bytes for name in names)
+
+    def tensor_table(self) -> str:
+        return self.plan.table()

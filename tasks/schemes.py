@@ -1,0 +1,286 @@
+"""How each method is carried out: which statistics it takes, how it quantizes a weight, which layout holds the result.
+
+Everything else in a run asks here and knows no method by name. A scheme belongs to one config and one source; what can
+be told without a source is a function of the config.
+
+Methods come in two kinds. Those that answer `quantizes_units` get a subset's stacked rows in units of a fixed size,
+because a subset's linears share one statistic. The others get whole modules in the source's dtype, each on one device.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tasks.execution_plan import UNIT_ROWS
+from tasks.formats import bitsandbytes as bitsandbytes_layout
+from tasks.formats import compressed_tensors as compressed_tensors_layout
+from tasks.formats import fp8_block as fp8_layout
+from tasks.formats import gptq as gptq_layout
+from tasks.job import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
+from tasks.methods import bitsandbytes, fp8, gptq, rtn
+from tasks.methods.gptq import ActivationError, HessianError
+from tasks.methods.grid import QuantizedRows, check_weight
+from tasks.models.source import SourceModel
+
+LAYOUTS: dict[str, ModuleType] = {
+    "gptq": gptq_layout,
+    "compressed-tensors": compressed_tensors_layout,
+    "fp8": fp8_layout,
+    "bitsandbytes": bitsandbytes_layout,
+}
+# A K x K Hessian while it is factored: the sum in float32, the flipped copy, its factor and inverse in float64, the
+# float32 result.
+BYTES_PER_HESSIAN_ENTRY = 4 + 3 * 8 + 4
+
+
+class Rows(Protocol):
+    """A module's quantized weights, as a method makes them and its layout packs them."""
+
+    @property
+    def loss(self) -> float: ...
+
+
+class Statistic(Protocol):
+    """What a method sums up over the inputs of a module; lanes are merged in order."""
+
+    tokens: int
+
+    def add(self, x_TK: Tensor, /) -> None: ...
+
+    def merge(self, other: Any, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a subset's statistic was made into. Without a `state` its modules are quantized without looking at inputs."""
+
+    state: Any
+    method: str
+    tokens: int = 0
+    damp_percent: float | None = None
+    fallback: str | None = None
+
+
+def needs_activations(config: Quantization) -> bool:
+    """Whether the method looks at what flows through the layers, which makes the layers a chain."""
+    return isinstance(config, GPTQConfig) or (isinstance(config, GGUFConfig) and config.imatrix)
+
+
+def packages(config: Quantization) -> tuple[str, ...]:
+    """Optional packages whose versions decide the exported bytes."""
+    return (config.method,) if isinstance(config, BitsAndBytesConfig | GGUFConfig) else ()
+
+
+def layout_name(config: Quantization) -> str:
+    """Name of the layout that a config is exported in: a key of LAYOUTS, or `gguf`."""
+    written: str = getattr(config, "checkpoint_format", config.method)
+    return "gptq" if written == "gptq_v2" else written
+
+
+def scheme_of(config: Quantization, source: SourceModel) -> "Scheme":
+    """The scheme of this config for this source."""
+    from tasks.gguf_scheme import GGUFScheme  # which is built on what is here
+
+    if isinstance(config, GGUFConfig):
+        return GGUFScheme(config, source)
+    return GPTQScheme(config, source) if isinstance(config, GPTQConfig) else Scheme(config, source)
+
+
+class Scheme:
+    """A weight-only method and its layout in safetensors files; the base of the others."""
+
+    quantizes_units = False
+    is_one_file = False
+
+    def __init__(self, config: Quantization, source: SourceModel) -> None:
+        self.config = config
+        self.source = source
+        self.layout: Any = LAYOUTS.get(layout_name(config))
+
+    @property
+    def needs_activations(self) -> bool:
+        return needs_activations(self.config)
+
+    # Quantizing
+
+    def statistic(self, in_features: int, device: torch.device) -> Statistic:
+        raise NotImplementedError(f"method `{self.config.method}` looks at no inputs")
+
+    def statistic_bytes(self, in_features: int) -> int:
+        """Most bytes that a subset's statistic takes until it is prepared."""
+        return 0
+
+    def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
+        """Make the statistic of a subset, of which `name` is a module, into what its modules are quantized with."""
+        return Prepared(None, self.config.method)
+
+    def check(self, weight_NK: Tensor) -> None:
+        """WeightError for weights that no unit of rows could be quantized from."""
+
+    def quantize_unit(self, weight_NK: Tensor, state: Any) -> QuantizedRows:
+        """Some rows of a subset, on the CPU; HessianError when these can't be quantized with this state."""
+        raise NotImplementedError(f"method `{self.config.method}` quantizes whole modules")
+
+    def quantize(self, name: str, weight_NK: Tensor, state: Any) -> Rows:
+        """The whole module of this full name, on the CPU; WeightError for weights that can't be quantized."""
+        return _on_cpu(WEIGHT_ONLY[self.config.method](weight_NK, self.config))
+
+    # Naming and packing
+
+    def pack(self, name: str, rows: Any, bias: Tensor | None) -> dict[str, Tensor]:
+        """A module's tensors under their final names."""
+        packed: dict[str, Tensor] = self.layout.pack(name, rows, self.config, bias)
+        return packed
+
+    def carry(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of a layer that are not quantized, under their final names."""
+        return dict(tensors)
+
+    def quantization_config(self) -> dict[str, Any]:
+        """What config.json says about the export."""
+        described: dict[str, Any] = self.layout.quantization_config(self.config)
+        return described
+
+    # What preflight asks
+
+    def summary(self) -> str:
+        """Method and settings in a line."""
+        asked = self.config.model_dump(mode="json")
+        settings = [
+            _setting(name, value) for name, value in asked.items() if name not in ("method", "checkpoint_format")
+        ]
+        return ", ".join([asked["method"], *filter(None, settings), f"layout {layout_name(self.config)}"])
+
+    def problems(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        """Why this source can't be exported so: packages, then shapes, one line per complaint with all its modules."""
+        for package in packages(self.config):
+            if find_spec(package) is None:
+                yield (
+                    f"method `{self.config.method}` needs the {package} package, which is not installed; run `pip "
+                    f"install 'prefect-quantize[{package}]'`"
+                )
+        complaints: dict[str, list[str]] = defaultdict(list)
+        for name, (out_features, in_features) in shapes.items():
+            for problem in self.layout.problems(name, in_features, out_features, self.config):
+                complaints[problem.removeprefix(f"`{name}`: ")].append(f"`{name}`")
+        for complaint, names in complaints.items():
+            yield f"{', '.join(names)} of every layer: {complaint}"
+        if len(complaints) > 1 and isinstance(self.config, GPTQConfig | RTNConfig):
+            fitting = [str(size) for size in gptq_layout.LOADABLE_GROUP_SIZES if self._fits(shapes, size)]
+            if self._fits(shapes, -1):
+                fitting.append("-1")
+            if fitting:
+                yield f"group sizes that fit all modules: {', '.join(fitting)}"
+
+    def notes(self) -> Iterator[str]:
+        """What a reader of the export should know beforehand."""
+        config = self.config
+        if isinstance(config, GPTQConfig | RTNConfig) and self.layout is gptq_layout:
+            grid = f"{config.bits}-bit {'symmetric' if config.sym else 'asymmetric'}"
+            if config.bits in (2, 3) or not config.sym:
+                yield (
+                    f"vLLM loads only 4-bit and 8-bit symmetric gptq files, not this {grid} one; GPTQModel and "
+                    f"transformers do"
+                )
+        if isinstance(config, FP8Config) and config.fp8_format == "e5m2":
+            yield "vLLM takes e5m2 for e4m3 and computes garbage; transformers widens the weights as it loads them"
+
+    def module_bytes(self, name: str) -> int:
+        """Bytes of a module's packed weight and its bias, by its full name; ValueError where it can't be packed."""
+        out_features, in_features = self.source.tensors[f"{name}.weight"].shape
+        bias = self.source.tensors.get(f"{name}.bias")
+        size: int = self.layout.packed_bytes(in_features, out_features, self.config, bias.size_bytes if bias else 0)
+        return size
+
+    def other_bytes(self, names: Iterable[str]) -> int:
+        """Bytes that tensors which are not quantized have in the export."""
+        return sum(self.source.tensors[name].size_bytes for name in names)
+
+    def tensor_table(self) -> str:
+        """A line per tensor, where the layout chooses a type for each; else empty."""
+        return ""
+
+    def _fits(self, shapes: Mapping[str, tuple[int, int]], group_size: int) -> bool:
+        config = self.config.model_copy(update={"group_size": group_size})
+        return not any(self.layout.problems(name, k, n, config) for name, (n, k) in shapes.items())
+
+
+class GPTQScheme(Scheme):
+    """Hessians, and rows in units; subsets whose Hessian is of no use are rounded to nearest."""
+
+    quantizes_units = True
+
+    def __init__(self, config: GPTQConfig, source: SourceModel) -> None:
+        super().__init__(config, source)
+        self.gptq_config = config
+
+    def statistic(self, in_features: int, device: torch.device) -> Statistic:
+        return gptq.HessianSum(in_features, device)
+
+    def statistic_bytes(self, in_features: int) -> int:
+        return in_features**2 * BYTES_PER_HESSIAN_ENTRY
+
+    def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
+        tokens = total.tokens if total is not None else 0
+        if tokens == 0 or tokens < self.gptq_config.fallback_tokens * all_tokens:
+            return Prepared(None, "rtn", tokens, None, f"{tokens} of {all_tokens} calibration tokens reached it")
+        try:
+            factor = gptq.factor_hessian(total.hessian(), self.gptq_config)
+        except HessianError as error:
+            return Prepared(None, "rtn", tokens, None, str(error))
+        except ActivationError as error:
+            raise ActivationError(f"`{name}`: {error}") from error
+        return Prepared(factor, "gptq", tokens, factor.damp_percent)
+
+    def check(self, weight_NK: Tensor) -> None:
+        check_weight(weight_NK, self.gptq_config)
+
+    def quantize_unit(self, weight_NK: Tensor, state: Any) -> QuantizedRows:
+        if state is None:
+            return rtn.quantize_rows(weight_NK, self.gptq_config).to("cpu")
+        return gptq.quantize_rows(weight_NK, state, self.gptq_config).to("cpu")
+
+
+def _rtn_by_units(weight_NK: Tensor, config: RTNConfig) -> QuantizedRows:
+    """Rows are independent: a few at a time, so that the largest matrix needs little memory beside itself."""
+    check_weight(weight_NK, config)
+    return QuantizedRows.concatenate([rtn.quantize_rows(rows, config).to("cpu") for rows in weight_NK.split(UNIT_ROWS)])
+
+
+WEIGHT_ONLY: dict[str, Callable[[Tensor, Any], Any]] = {
+    "rtn": _rtn_by_units,
+    "fp8": fp8.quantize_weight,
+    "bitsandbytes": bitsandbytes.quantize_weight,
+}
+
+
+def _on_cpu(rows: Any) -> Any:
+    moved = {
+        field.name: value.cpu()
+        for field in fields(rows)
+        if isinstance(value := getattr(rows, field.name), Tensor) and value.device.type != "cpu"
+    }
+    return replace(rows, **moved) if moved else rows
+
+
+def _setting(name: str, value: Any) -> str:
+    """A setting as a person would say it; empty for one that says nothing."""
+    if name == "bits":
+        return f"{value} bit"
+    if name == "group_size":
+        return "one group per row" if value == -1 else f"groups of {value}"
+    if name == "sym":
+        return "symmetric" if value else "asymmetric"
+    if name == "granularity":
+        return f"one scale per {value}"
+    if name == "imatrix":
+        return "importance matrix" if value else ""
+    if name == "double_quant":
+        return "double quantization" if value else ""
+    return str(value) if name in ("fp8_format", "quant_type") else ""
