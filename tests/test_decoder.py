@@ -134,8 +134,8 @@ def test_names_shapes_and_subsets_come_from_the_model_itself(tmp_path):
     decoder = decoder_of(write_tiny_llama(tmp_path / "model", layers=3, attention_bias=True))
     assert decoder.layer_count == 3
     assert decoder.layer_name(2) == "model.layers.2"
-    assert decoder.subsets == LLAMA_SUBSETS
-    assert list(decoder.linear_shapes.items()) == [
+    assert decoder.subsets(2) == LLAMA_SUBSETS
+    assert list(decoder.linear_shapes(2).items()) == [
         ("self_attn.q_proj", (64, 64)),
         ("self_attn.k_proj", (32, 64)),
         ("self_attn.v_proj", (32, 64)),

@@ -23,6 +23,8 @@ from tasks.models.source import TORCH_DTYPE, SourceError, SourceModel
 from tasks.models.tensor_check import tensor_problems
 
 SUPPORTED = frozenset({"llama"})
+# Attributes by which the modules of a layer know its place, which makes it no other kind.
+LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
 
 
 def is_supported(model_type: object) -> bool:
@@ -72,6 +74,16 @@ class _Call:
         return torch.equal(self.attention_mask, other.attention_mask)
 
 
+@dataclass(frozen=True)
+class LinearKind:
+    """The linears of one name and one shape in all layers, together."""
+
+    name: str  # within a layer; with its shape where other layers have another under the same name
+    out_features: int
+    in_features: int
+    modules: tuple[str, ...]  # full names
+
+
 class Decoder:
     """The model of a source: names, shapes and subsets at once, weights a layer at a time. Safe for several threads."""
 
@@ -93,6 +105,7 @@ class Decoder:
         self._embedding_name = next(name for name, module in model.named_modules() if module is embedding)
         self._embedding: nn.Module | None = None
         self._last_calls: dict[torch.device, _Call] = {}
+        self._subsets: dict[int, tuple[tuple[str, ...], ...]] = {}
         self.layer_count = len(self._layers)
         # Tensors that are another one under a second name, by that other's name.
         self._tied: dict[str, str] = dict(model.all_tied_weights_keys)
@@ -149,33 +162,56 @@ class Decoder:
             shapes |= {f"{self.layer_name(i)}.{name}": tuple(t.shape) for name, t in layer.state_dict().items()}
         return shapes
 
+    # Kinds of layers
+
     @cached_property
-    def layers_of_each_kind(self) -> tuple[int, ...]:
-        """The first layer of each kind; layers are of one kind when class, type and tensors' shapes agree."""
+    def kinds(self) -> tuple[int, ...]:
+        """Of each layer the first of its kind: class, type, tensors' shapes and settings of its modules are the same."""
         types = getattr(self.config, "layer_types", None) or [None] * self.layer_count
         first: dict[Any, int] = {}
-        for i, layer in enumerate(self._layers):
-            shapes = tuple((name, tuple(tensor.shape)) for name, tensor in layer.state_dict().items())
-            first.setdefault((type(layer), types[i], shapes), i)
-        return tuple(first.values())
+        return tuple(first.setdefault((types[i], *_kind(layer)), i) for i, layer in enumerate(self._layers))
 
-    @cached_property
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(N, K) of every linear of a layer, by its name within the layer, in the order of execution."""
-        linears = dict(_linears(self._layers[0]))
+    @property
+    def layers_of_each_kind(self) -> tuple[int, ...]:
+        """The first layer of each kind."""
+        return tuple(dict.fromkeys(self.kinds))
+
+    def linear_shapes(self, i: int) -> dict[str, tuple[int, int]]:
+        """(N, K) of every linear of layer `i`, by its name within the layer, in the order of execution."""
+        linears = dict(_linears(self._layers[i]))
         return {
-            name: (linears[name].out_features, linears[name].in_features) for subset in self.subsets for name in subset
+            name: (linears[name].out_features, linears[name].in_features)
+            for subset in self.subsets(i)
+            for name in subset
         }
 
+    def subsets(self, i: int) -> tuple[tuple[str, ...], ...]:
+        """The linears of layer `i` in order of execution, grouped where successive ones get the very same input."""
+        kind = self.kinds[i]
+        if kind not in self._subsets:
+            self._subsets[kind] = self._traced_subsets(kind)
+        return self._subsets[kind]
+
     @cached_property
-    def subsets(self) -> tuple[tuple[str, ...], ...]:
-        """A layer's linears in order of execution, grouped where successive ones get the very same input."""
-        layer = copy.deepcopy(self._layers[0])
+    def linear_kinds(self) -> tuple[LinearKind, ...]:
+        """All linears of all layers by name and shape, in the order of execution."""
+        modules: dict[tuple[str, int, int], list[str]] = {}
+        for i in range(self.layer_count):
+            for name, shape in self.linear_shapes(i).items():
+                modules.setdefault((name, *shape), []).append(f"{self.layer_name(i)}.{name}")
+        shapes_of = Counter(name for name, _, _ in modules)
+        return tuple(
+            LinearKind(name if shapes_of[name] == 1 else f"{name} ({n} x {k})", n, k, tuple(full))
+            for (name, n, k), full in modules.items()
+        )
+
+    def _traced_subsets(self, i: int) -> tuple[tuple[str, ...], ...]:
+        layer = copy.deepcopy(self._layers[i])
         seen: list[tuple[str, Tensor]] = []  # inputs stay alive, so that identity means identity
         for name, linear in _linears(layer):
             linear.register_forward_pre_hook(lambda _, args, name=name: seen.append((name, args[0])))
         hidden_BTH = torch.zeros(1, 2, self.config.hidden_size)
-        arguments = _on_meta(self.call_arguments(0, hidden_BTH, None))
+        arguments = _on_meta(self.call_arguments(i, hidden_BTH, None))
         layer(hidden_BTH.to("meta"), **arguments)
         subsets: list[list[str]] = []
         previous = None
@@ -275,6 +311,18 @@ def _layer_list(front: nn.Module, layer_count: int) -> tuple[str, nn.ModuleList]
         if isinstance(module, nn.ModuleList) and len(module) == layer_count:
             return name, module
     raise AssertionError(f"{type(front).__name__} has no list of {layer_count} layers")
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What two layers of one kind have in common; all that may differ is their number."""
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in layer.state_dict().items())
+    settings = tuple(
+        (name, attribute, value)
+        for name, module in layer.named_modules()
+        for attribute, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | float | str | None) and attribute not in LAYER_NUMBERS
+    )
+    return type(layer), shapes, settings
 
 
 def _linears(layer: nn.Module) -> Iterable[tuple[str, nn.Linear]]:

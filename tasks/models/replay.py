@@ -108,8 +108,8 @@ def _replay(
     hidden_BTH = decoder.embed(input_ids).to(device, decoder.compute_dtype(device))
     for i in chosen:
         arguments = decoder.call_arguments(i, hidden_BTH, attention_mask)
-        with StagedForward(layers[decoder.layer_name(i)], decoder.subsets, [(hidden_BTH, arguments)]) as staged:
-            for subset in decoder.subsets:
+        with StagedForward(layers[decoder.layer_name(i)], decoder.subsets(i), [(hidden_BTH, arguments)]) as staged:
+            for subset in decoder.subsets(i):
                 for _ in staged.advance(subset):
                     pass
             (hidden_BTH,) = staged.finish()
