@@ -216,7 +216,8 @@ class EXL3Config(_Quantization):
         "mcg", description="How values are computed from codes; 3inst is the first of exllamav3's, mcg its usual one."
     )
     out_scales: Literal["auto", "always", "never"] = Field(
-        "auto", description="Whether output channels get scales; `auto`: unless few input channels carry the activations."
+        "auto",
+        description="Whether output channels get scales; `auto`: unless few input channels carry the activations.",
     )
     sigma_reg: float = Field(
         0.025, gt=0.0, lt=1.0, description="Share of the Hessian's mean diagonal added to it before it is factored."

@@ -26,7 +26,7 @@ of a tile.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from tasks.job import EXL3Config
 from tasks.methods.exl3_trellis import TILE, Trellis, codebook
-from tasks.methods.grid import check_finite, row_losses
+from tasks.methods.grid import WeightError, check_finite, row_losses
 from tasks.methods.hessian import ActivationError, HessianError
 
 BLOCK = 128
@@ -68,12 +68,22 @@ class TrellisWeight:
     bits: int
     codebook: str
     loss: float
+    fallback: str | None = None  # why a Hessian that was there was not used
 
     def dequantize(self) -> Tensor:
         """float32 [N, K]: what a reader of the exported file computes."""
         words_RCL = words_of(self.symbols_RCL, self.bits)
         inner_KN = matrix_of(codebook(self.codebook).to(words_RCL.device)[words_RCL])
         return _outer(inner_KN, self.suh_K, self.svh_N)
+
+    def because(self, fallback: str) -> "TrellisWeight":
+        """The same, with the reason why its Hessian was not used."""
+        return replace(self, fallback=fallback)
+
+    def to(self, device: torch.device | str) -> "TrellisWeight":
+        """This weight on `device`."""
+        moved = (self.symbols_RCL.to(device), self.suh_K.to(device), self.svh_N.to(device))
+        return replace(self, symbols_RCL=moved[0], suh_K=moved[1], svh_N=moved[2])
 
 
 def quantize_weight(
@@ -98,6 +108,11 @@ def quantize_weight(
     inner_KN = _inner(weight_KN, suh_K / spread, svh_N)
     found = spread * _best_scale(inner_KN, trellis)
     suh_K, svh_N = _as_halves(suh_K / found, svh_N)
+    if not bool(suh_K.isfinite().all() and svh_N.isfinite().all()):
+        raise WeightError(
+            f"the root mean square of a channel is out of the range of float16 scales; the largest magnitude is "
+            f"{float(weight_NK.abs().max()):.4g}: the source file is damaged, or the model diverged"
+        )
     inner_KN = _inner(weight_KN, suh_K, svh_N)
     lower_KK = None if hessian_KK is None else block_lower(inner_hessian(hessian_KK, suh_K), config.sigma_reg)
     words_RCL = encode(inner_KN, lower_KK, trellis)
@@ -239,6 +254,14 @@ def _channel_scales(weight_KN: Tensor, has_out_scales: bool, name: str, seed: in
     half_turned_KN = turn_columns(weight_KN * _inverse(svh_N))
     suh_K = half_turned_KN.double().square().mean(dim=1).sqrt().float() * signs[:in_features]
     return suh_K, svh_N
+
+
+def _skew(hessian_KK: Tensor, config: EXL3Config) -> float:
+    """Share that the 2% largest input channels have of the sum of all channels' root mean squares."""
+    diagonal_K = hessian_KK.diagonal().double()
+    roots_K = (diagonal_K + config.sigma_reg * diagonal_K.mean()).sqrt().sort(descending=True).values
+    total = float(roots_K.sum())
+    return float(roots_K[: len(roots_K) // 50].sum()) / total if total > 0 else 0.0
 
 
 def _as_halves(suh_K: Tensor, svh_N: Tensor) -> tuple[Tensor, Tensor]:

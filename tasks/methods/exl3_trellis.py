@@ -44,9 +44,8 @@ def codebook(name: str) -> Tensor:
     mixed_S = (words_S * MULTIPLIERS[name] + (_ADDED_BY_3INST if name == "3inst" else 0)) & 0xFFFFFFFF
     if name == "mul1":
         # 1024 + the sum of the four bytes, which as a float16 has the unit 1, then scaled and shifted.
-        bytes_S = sum(((mixed_S >> shift) & 0xFF) for shift in (0, 8, 16, 24))
-        scale, shift = _half(0x1EEE), _half(0xC931)
-        return ((bytes_S + 1024).float() * scale + shift).half().float()
+        bytes_S4 = mixed_S[:, None] >> torch.tensor([0, 8, 16, 24]) & 0xFF
+        return ((bytes_S4.sum(dim=1) + 1024).float() * _half(0x1EEE) + _half(0xC931)).half().float()
     # Sign and the lower twelve bits at random, the upper exponent bits fixed: two float16 below 2, added.
     mixed_S = 0x3B603B60 ^ (mixed_S & 0x8FFF8FFF)
     halves_S = [((mixed_S >> shift) & 0xFFFF).to(torch.uint16).view(torch.float16).float() for shift in (0, 16)]
