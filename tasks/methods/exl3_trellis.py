@@ -35,7 +35,7 @@ _ADDED_BY_3INST = 64248484
 # Window of the first pass on either side of position 0, in words: what is farther away has no say in the node there.
 WINDOW_WORDS = 8
 # Tiles whose costs are held at once, and tiles of one step. Neither changes a path.
-TILES_AT_ONCE = {"cpu": 16, "cuda": 128}
+TILES_AT_ONCE = {"cpu": 8, "cuda": 128}
 
 
 def codebook(name: str) -> Tensor:
@@ -77,6 +77,7 @@ class Trellis:
         self._is_turned = self._m >= self._k
         self._values = values_kms.transpose(1, 2).contiguous() if self._is_turned else values_kms
         self._edges: Tensor | None = None
+        self._best: Tensor | None = None
         self._costs: Tensor | None = None
 
     def search(self, tiles_BL: Tensor) -> Tensor:
@@ -124,19 +125,22 @@ class Trellis:
 
     def _advance(self, tiles_LB: Tensor, costs_LBV: Tensor) -> None:
         """All steps of the tiles that fit into the buffer of edges."""
-        length, tiles = tiles_LB.shape
-        assert self._edges is not None
-        edges_Bkxy = self._edges[:tiles]
+        tiles = tiles_LB.shape[1]
+        assert self._edges is not None and self._best is not None
+        edges, best = self._edges[:tiles], self._best[:tiles]
         shape = (tiles, self._k, 1, self._m) if self._is_turned else (tiles, self._k, self._m, 1)
-        for i in range(length):
-            torch.sub(self._values, tiles_LB[i].view(tiles, 1, 1, 1), out=edges_Bkxy)
-            torch.square(edges_Bkxy, out=edges_Bkxy)
-            edges_Bkxy += costs_LBV[i].view(shape)
+        # Views of all steps at once: one by one they would take as long as a pass.
+        before = costs_LBV[:-1].unflatten(2, shape[1:]).unbind()
+        after = costs_LBV[1:].unflatten(2, (self._m, self._k)).unbind()
+        for value, least, costs in zip(tiles_LB[:, :, None, None, None].unbind(), before, after, strict=True):
+            torch.sub(self._values, value, out=edges)
+            torch.mul(edges, edges, out=edges)
+            edges += least
             if self._is_turned:
-                best_Bsm = edges_Bkxy.amin(dim=1)
-                costs_LBV[i + 1].view(tiles, self._m, self._k).copy_(best_Bsm.transpose(1, 2))
+                torch.amin(edges, dim=1, out=best)
+                costs.copy_(best.transpose(1, 2))
             else:
-                torch.amin(edges_Bkxy, dim=1, out=costs_LBV[i + 1].view(tiles, self._m, self._k))
+                torch.amin(edges, dim=1, out=costs)
 
     def _trace(self, tiles_LB: Tensor, costs_LBV: Tensor, end_B: Tensor) -> Tensor:
         """The words of the best path that ends in each tile's node, int64 [L, B]; the first of equally good edges."""
@@ -161,4 +165,5 @@ class Trellis:
             # One tile per thread stays in its core's cache; a GPU takes all at once.
             at_once = torch.get_num_threads() if self.values_S.device.type == "cpu" else TILES_AT_ONCE["cuda"]
             self._edges = torch.empty(at_once, *self._values.shape, device=self.values_S.device)
+            self._best = torch.empty(at_once, self._k, self._m, device=self.values_S.device)
         return self._costs[:needed].view(length + 1, tiles, self.nodes)
