@@ -29,7 +29,11 @@ def hessian_of(features: int, seed: int = 1) -> Tensor:
 
 
 def quantized(
-    weight_NK: Tensor, hessian_KK: Tensor | None = None, bits: int = 8, config: EXL3Config | None = None, name: str = NAME
+    weight_NK: Tensor,
+    hessian_KK: Tensor | None = None,
+    bits: int = 8,
+    config: EXL3Config | None = None,
+    name: str = NAME,
 ) -> TrellisWeight:
     """At 8 bits unless said: the search is fastest there."""
     return quantize_weight(weight_NK, hessian_KK, config or EXL3Config(), bits, name, seed=0)
