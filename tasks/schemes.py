@@ -34,9 +34,8 @@ LAYOUTS: dict[str, ModuleType] = {
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
 }
-# A K x K Hessian while it is factored: the sum in float32, the flipped copy, its factor and inverse in float64, the
-# float32 result.
-BYTES_PER_HESSIAN_ENTRY = 4 + 3 * 8 + 4
+# A K x K Hessian while it is factored: the sum in float32 and its copy in float64 (`tasks.methods.hessian`).
+BYTES_PER_HESSIAN_ENTRY = 4 + 8
 
 
 class Rows(Protocol):
