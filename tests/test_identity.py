@@ -263,14 +263,6 @@ def test_a_shard_hash_is_what_xxh128_gives_for_the_whole_file(model, monkeypatch
         assert found == {"size": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
 
 
-def test_infinities_in_a_configuration_are_words(model, own_model):
-    config = json.loads((own_model / "config.json").read_text())
-    (own_model / "config.json").write_text(json.dumps({**config, "time_step_limit": [0.0, float("inf")]}))
-    identity = identify(written(own_model))
-    assert identity["source"]["config"]["time_step_limit"] == [0.0, "inf"]
-    assert digest(identity) != digest(identify(written(model)))
-
-
 # Devices --------------------------------------------------------------------------------------------------------------
 
 
