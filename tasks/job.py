@@ -134,7 +134,7 @@ class RTNConfig(_Grid):
 class FP8Config(_Quantization):
     """Eight-bit floats with a scale per tensor, row or block: no calibration, no chain between layers."""
 
-    method: Literal["fp8"] = "fp8"
+    method: Literal["fp8"] = Field("fp8", description="Eight-bit floats, without calibration data.")
     fp8_format: Literal["e4m3", "e5m2"] = Field(
         "e4m3", description="Bits of exponent and mantissa: e4m3 is finer, e5m2 reaches farther."
     )
@@ -165,7 +165,9 @@ class FP8Config(_Quantization):
 class BitsAndBytesConfig(_Quantization):
     """bitsandbytes' own 4-bit and 8-bit codes: no calibration, no chain between layers."""
 
-    method: Literal["bitsandbytes"] = "bitsandbytes"
+    method: Literal["bitsandbytes"] = Field(
+        "bitsandbytes", description="bitsandbytes' codes, without calibration data; needs the extra `bitsandbytes`."
+    )
     quant_type: Literal["nf4", "fp4", "int8"] = Field(
         "nf4",
         description="Codes: nf4 (quantiles of a normal distribution) and fp4 in blocks of 64 weights, int8 per output "
@@ -187,7 +189,9 @@ GGUFType = Literal[
 class GGUFConfig(_Quantization):
     """GGML blocks in one .gguf file for llama.cpp and its kin: no chain between layers, calibration only for imatrix."""
 
-    method: Literal["gguf"] = "gguf"
+    method: Literal["gguf"] = Field(
+        "gguf", description="A .gguf file; calibration data only for an importance matrix; needs the extra `gguf`."
+    )
     quant_type: GGUFType = Field(
         "q4_k_m", description="Type of most tensors; the mixes (_s, _m, _l) give sensitive tensors more bits."
     )

@@ -146,6 +146,10 @@ class Scheme:
         described: dict[str, Any] = self.layout.quantization_config(self.config)
         return described
 
+    def written_beside_weights(self) -> dict[str, Any]:
+        """What else of the source than config.json and tensors decides the export's bytes, as plain values."""
+        return {}
+
     # What preflight asks
 
     def summary(self) -> str:
