@@ -50,6 +50,9 @@ def _without_unsupported(data: Any) -> Any:
 class _Quantization(_Frozen):
     """What every quantization method has; options known elsewhere and not here are refused by their own name."""
 
+    # What the form in Prefect's UI writes on the buttons of the choice.
+    model_config = ConfigDict(model_title_generator=lambda model: model.__name__.removesuffix("Config"))
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
@@ -134,7 +137,7 @@ class RTNConfig(_Grid):
 class FP8Config(_Quantization):
     """Eight-bit floats with a scale per tensor, row or block: no calibration, no chain between layers."""
 
-    method: Literal["fp8"] = "fp8"
+    method: Literal["fp8"] = Field("fp8", description="Eight-bit floats, without calibration data.")
     fp8_format: Literal["e4m3", "e5m2"] = Field(
         "e4m3", description="Bits of exponent and mantissa: e4m3 is finer, e5m2 reaches farther."
     )
@@ -165,7 +168,9 @@ class FP8Config(_Quantization):
 class BitsAndBytesConfig(_Quantization):
     """bitsandbytes' own 4-bit and 8-bit codes: no calibration, no chain between layers."""
 
-    method: Literal["bitsandbytes"] = "bitsandbytes"
+    method: Literal["bitsandbytes"] = Field(
+        "bitsandbytes", description="bitsandbytes' codes, without calibration data."
+    )
     quant_type: Literal["nf4", "fp4", "int8"] = Field(
         "nf4",
         description="Codes: nf4 (quantiles of a normal distribution) and fp4 in blocks of 64 weights, int8 per output "
@@ -187,7 +192,7 @@ GGUFType = Literal[
 class GGUFConfig(_Quantization):
     """GGML blocks in one .gguf file for llama.cpp and its kin: no chain between layers, calibration only for imatrix."""
 
-    method: Literal["gguf"] = "gguf"
+    method: Literal["gguf"] = Field("gguf", description="GGML blocks in one .gguf file.")
     quant_type: GGUFType = Field(
         "q4_k_m", description="Type of most tensors; the mixes (_s, _m, _l) give sensitive tensors more bits."
     )
@@ -201,9 +206,16 @@ class GGUFConfig(_Quantization):
     )
 
 
+# Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
+# the same and more.
 Quantization = Annotated[
-    GPTQConfig | RTNConfig | FP8Config | BitsAndBytesConfig | GGUFConfig, Field(discriminator="method")
+    RTNConfig | GPTQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig, Field(discriminator="method")
 ]
+
+
+def _as_choice(schema: dict[str, Any]) -> None:
+    """Prefect's UI offers the alternatives of `anyOf`; for `oneOf`, pydantic's word here, it shows a field for raw JSON."""
+    schema["anyOf"] = schema.pop("oneOf")
 
 
 def _plain_path(value: Any) -> Any:
@@ -313,7 +325,9 @@ class QuantizationJob(_Frozen):
     output: PathText = Field(
         description="Directory of the finished model; it must not exist, or hold this very job's export."
     )
-    quantization: Quantization = Field(default_factory=GPTQConfig, description="The method and its settings.")
+    quantization: Quantization = Field(
+        GPTQConfig(), description="The method and its settings.", json_schema_extra=_as_choice
+    )
     calibration: CalibrationConfig | None = Field(None, description="Needed by methods that look at activations.")
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="Where progress is kept, and what is done with what is there."
