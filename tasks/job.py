@@ -50,6 +50,9 @@ def _without_unsupported(data: Any) -> Any:
 class _Quantization(_Frozen):
     """What every quantization method has; options known elsewhere and not here are refused by their own name."""
 
+    # What the form in Prefect's UI writes on the buttons of the choice.
+    model_config = ConfigDict(model_title_generator=lambda model: model.__name__.removesuffix("Config"))
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
@@ -205,9 +208,16 @@ class GGUFConfig(_Quantization):
     )
 
 
+# Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
+# the same and more.
 Quantization = Annotated[
-    GPTQConfig | RTNConfig | FP8Config | BitsAndBytesConfig | GGUFConfig, Field(discriminator="method")
+    RTNConfig | GPTQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig, Field(discriminator="method")
 ]
+
+
+def _as_choice(schema: dict[str, Any]) -> None:
+    """Prefect's UI offers the alternatives of `anyOf`; for `oneOf`, pydantic's word here, it shows a field for raw JSON."""
+    schema["anyOf"] = schema.pop("oneOf")
 
 
 def _plain_path(value: Any) -> Any:
@@ -317,7 +327,9 @@ class QuantizationJob(_Frozen):
     output: PathText = Field(
         description="Directory of the finished model; it must not exist, or hold this very job's export."
     )
-    quantization: Quantization = Field(default_factory=GPTQConfig, description="The method and its settings.")
+    quantization: Quantization = Field(
+        GPTQConfig(), description="The method and its settings.", json_schema_extra=_as_choice
+    )
     calibration: CalibrationConfig | None = Field(None, description="Needed by methods that look at activations.")
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="Where progress is kept, and what is done with what is there."

@@ -12,6 +12,7 @@ meet at barriers. One that fails breaks the barrier, so that no sibling waits fo
 """
 
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,8 +57,11 @@ class LayerWork:
     def __init__(self, run: running.Run, layer: int) -> None:
         self.run = run
         self.layer = layer
-        self.device_count = len(run.pool.devices)
+        self.devices = run.devices
+        self.slots = list(self.devices)
+        self.device_count = len(self.slots)
         self.error: BaseException | None = None
+        self.failed_slot: int | None = None
         self.outcomes: dict[tuple[str, ...], Prepared] = {}
         self.quantized: dict[str, Rows] = {}
         self.outputs: dict[int, Tensor] = {}
@@ -72,15 +76,19 @@ class LayerWork:
         self._next_lane = 0
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Break the barrier when a shard fails, and keep the first error that is not a sibling's."""
+    def guarded(self, slot: int) -> Iterator[None]:
+        """Break the barrier when a shard fails, and keep the first error that is not a sibling's, and whose it is."""
         try:
             yield
         except threading.BrokenBarrierError as error:
+            # Whoever keeps the error, such as a log record, must not keep what lies on the device: a repeat needs the room.
+            traceback.clear_frames(error.__traceback__)
             raise SiblingFailed(f"another shard of layer {self.layer} failed; its error is the one to read") from error
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
             with self._lock:
-                self.error = self.error or error
+                if self.error is None:
+                    self.error, self.failed_slot = error, slot
             self.abort()
             raise
 
@@ -135,13 +143,13 @@ class LayerWork:
 
 @task(name="quantize-shard", task_run_name="layer {layer} device {device}", persist_result=False, cache_policy=NO_CACHE)
 def quantize_shard(layer: int, device: int) -> int:
-    """Do one device's share of the layer in work; the number of modules that the layer has finished."""
+    """Do the share of the device in this slot of the layer in work; the number of modules that the layer has finished."""
     run = running.current()
     work = run.work
-    with work.guarded(), torch.no_grad():
+    with work.guarded(device), torch.no_grad():
         # Thread by thread: OpenMP keeps the number of the thread that asks.
         torch.set_num_threads(run.cpu_threads)
-        _Shard(work, device).go()
+        _Shard(work, work.slots.index(device)).go()
     return len(work.quantized)
 
 
@@ -152,7 +160,7 @@ class _Shard:
         self.work = work
         self.run = work.run
         self.number = number
-        self.device = self.run.pool.devices[number].torch_device
+        self.device = work.devices[work.slots[number]].torch_device
         self.dtype = self.run.decoder.compute_dtype(self.device)
         self.lanes = lane_batches(len(self.run.hidden))
         self.batches = [(lane, batch) for lane in range(number, LANES, work.device_count) for batch in self.lanes[lane]]
