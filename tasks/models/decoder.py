@@ -148,9 +148,10 @@ class Decoder:
             raise SourceError(source.path, problems)
 
     @classmethod
-    def from_source(cls, source: SourceModel) -> "Decoder":
+    def from_source(cls, source: SourceModel, attn_implementation: str = "sdpa") -> "Decoder":
         """Build the skeleton and compare it with the source's tensors; no tensor is read, but for a doubled head.
 
+        Families that have no sdpa attention get transformers' eager one.
         Raises SourceError when the family is not supported, the source is quantized already, or tensors are missing,
         unexpected or of another shape; all in one list.
         """
@@ -166,7 +167,7 @@ class Decoder:
         try:
             config = AutoConfig.from_pretrained(source.path)
             with init_empty_weights(include_buffers=True):
-                model = _built(config)
+                model = _built(config, attn_implementation)
         except Exception as error:  # config.json is the user's: whatever it makes transformers raise is told as such
             raise SourceError(source.path, [f"transformers can't build it from `config.json`: {error}"]) from error
         if config.num_hidden_layers < 1:
@@ -399,12 +400,12 @@ class Decoder:
         return front
 
 
-def _built(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model with sdpa attention where its family has it, and with experts one after the other."""
-    options = {"experts_implementation": EXPERTS}
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    attention = "sdpa" if model_class._supports_sdpa else "eager"
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **options)
+def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """The model with this attention where its family has it, and with experts one after the other."""
+    if attention == "sdpa" and not AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa:
+        attention = "eager"
+    options = {"attn_implementation": attention, "experts_implementation": EXPERTS}
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
     return model
 
 
