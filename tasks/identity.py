@@ -87,7 +87,13 @@ def build(
         "execution_plan": {
             "seed": job.seed,
             "layer_count": decoder.layer_count,
-            "subsets": decoder.subsets,
+            "subsets": [
+                {
+                    "layers": [i for i, first in enumerate(decoder.kinds) if first == kind],
+                    "linears": decoder.subsets(kind),
+                }
+                for kind in decoder.layers_of_each_kind
+            ],
             "lanes": LANES,
             "unit_rows": UNIT_ROWS,
             "attention": decoder.config._attn_implementation,

@@ -163,20 +163,22 @@ class _Shard:
         self.device = work.devices[work.slots[number]].torch_device
         self.dtype = self.run.decoder.compute_dtype(self.device)
         self.lanes = lane_batches(len(self.run.hidden))
+        self.subsets = self.run.decoder.subsets(work.layer)
+        self.shapes = self.run.decoder.linear_shapes(work.layer)
         self.batches = [(lane, batch) for lane in range(number, LANES, work.device_count) for batch in self.lanes[lane]]
 
     def go(self) -> None:
         decoder, scheme = self.run.decoder, self.run.scheme
         if not scheme.needs_activations:
-            self._quantize_modules(decoder.subsets)
+            self._quantize_modules(self.subsets)
             return
         module = decoder.materialise(self.work.layer, self.device, self.dtype)
         if self.number == 0:
             self._check_weights(module)
         # One by one: a batch's mask and rotary tables live no longer than its forward needs them.
         calls = (self._call(batch) for _, batch in self.batches)
-        with StagedForward(module, decoder.subsets, calls) as staged:
-            for subset in decoder.subsets:
+        with StagedForward(module, self.subsets, calls) as staged:
+            for subset in self.subsets:
                 self._sum_up(staged, subset)
                 self.work.meet()
                 if self.number == 0:
@@ -213,7 +215,7 @@ class _Shard:
         return rounded
 
     def _sum_up(self, staged: StagedForward, subset: tuple[str, ...]) -> None:
-        features = self.run.decoder.linear_shapes[subset[0]][1]
+        features = self.shapes[subset[0]][1]
         sums: dict[int, Statistic] = {}
         lane_before = None
         for call, x_BTK in staged.advance(subset):
@@ -277,8 +279,7 @@ class _Shard:
     def _quantize_modules(self, subsets: tuple[tuple[str, ...], ...]) -> None:
         """Quantize this device's share of whole modules, each from the source's own weights."""
         work, state = self.work, self._state_here()
-        shapes = self.run.decoder.linear_shapes
-        costs = {name: shapes[name][0] * shapes[name][1] for subset in subsets for name in subset}
+        costs = {name: self.shapes[name][0] * self.shapes[name][1] for subset in subsets for name in subset}
         for name in shares(costs, work.device_count)[self.number]:
             work.check()
             full = self._full(name)
@@ -297,7 +298,7 @@ class _Shard:
 
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""
-        for name in self.run.decoder.linear_shapes:
+        for name in self.shapes:
             try:
                 self.run.scheme.check(_weight(module, name))
             except WeightError as error:
