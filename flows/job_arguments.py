@@ -13,6 +13,7 @@ from checkpoint_store.config import CheckpointConfig
 from tasks.job import (
     BitsAndBytesConfig,
     CalibrationConfig,
+    EXL3Config,
     FP8Config,
     GGUFConfig,
     GPTQConfig,
@@ -27,6 +28,7 @@ METHODS: dict[str, type[BaseModel]] = {
     "fp8": FP8Config,
     "bitsandbytes": BitsAndBytesConfig,
     "gguf": GGUFConfig,
+    "exl3": EXL3Config,
 }
 SECTIONS: dict[str, type[BaseModel]] = {
     "calibration": CalibrationConfig,
@@ -125,11 +127,13 @@ def _merged(by_method: Mapping[str, FieldInfo]) -> FieldInfo:
     if all(field.description == first.description for field in others):
         return first
     values = dict.fromkeys(value for field in by_method.values() for value in get_args(field.annotation))
+    is_any_number = any(field.annotation is float for field in by_method.values())
     told: dict[str, list[str]] = defaultdict(list)
     for method, field in by_method.items():
         told[f"{field.description} (default {field.default})"].append(method)
     description = " ".join(f"{', '.join(methods)}: {text}" for text, methods in told.items())
-    return FieldInfo(annotation=Literal[tuple(values)], description=description)  # type: ignore[arg-type]
+    annotation: Any = int | float if is_any_number else Literal[tuple(values)]
+    return FieldInfo(annotation=annotation, description=description)
 
 
 def _add(group: "argparse._ArgumentGroup", option: _Option) -> None:
@@ -157,10 +161,17 @@ def _values(annotation: Any) -> tuple[tuple[Any, ...] | None, Callable[[str], An
     """Choices, if they are few, and the type that text is turned into."""
     if get_origin(annotation) is Literal:
         return get_args(annotation), type(get_args(annotation)[0])
+    if annotation == int | float:
+        return None, _number
     if get_origin(annotation) in (Union, types.UnionType):
         parts = [part for part in get_args(annotation) if part is not type(None)]
         return _values(parts[0]) if len(parts) == 1 else (None, str)
     return None, annotation if annotation in (int, float) else str
+
+
+def _number(text: str) -> int | float:
+    """4 is whole, and 4.0 is not: some methods know whole widths only."""
+    return float(text) if "." in text else int(text)
 
 
 def _help(field: FieldInfo) -> str:

@@ -208,10 +208,33 @@ class GGUFConfig(_Quantization):
     )
 
 
+class EXL3Config(_Quantization):
+    """EXL3: weights made Gaussian by Hadamard matrices, then coded by a trellis (QTIP, arXiv 2406.11235)."""
+
+    method: Literal["exl3"] = "exl3"
+    bits: float = Field(
+        3.0,
+        ge=2.0,
+        le=8.0,
+        allow_inf_nan=False,
+        description="Mean bits per weight; between whole widths, some modules get the lower one and some the higher.",
+    )
+    codebook: Literal["mcg", "mul1", "3inst"] = Field(
+        "mcg", description="How values are computed from codes; 3inst is the first of exllamav3's, mcg its usual one."
+    )
+    out_scales: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether output channels get scales; `auto`: unless few input channels carry the activations.",
+    )
+    sigma_reg: float = Field(
+        0.025, gt=0.0, lt=1.0, description="Share of the Hessian's mean diagonal added to it before it is factored."
+    )
+
+
 # Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
 # the same and more.
 Quantization = Annotated[
-    RTNConfig | GPTQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig, Field(discriminator="method")
+    RTNConfig | GPTQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config, Field(discriminator="method")
 ]
 
 

@@ -159,7 +159,9 @@ def _receipt(run: running.Run, work: LayerWork, key: str, sha256: str, size: int
             modules.append(
                 ModuleReport(
                     name=module, method=outcome.method, loss=work.quantized[module].loss, tokens=outcome.tokens,
-                    damp_percent=outcome.damp_percent, fallback=outcome.fallback,
+                    damp_percent=outcome.damp_percent,
+                    # A module may fall back on its own where siblings do not have to.
+                    fallback=getattr(work.quantized[module], "fallback", None) or outcome.fallback,
                 )
             )  # fmt: skip
     loss = sum(module.loss for module in modules) / len(modules) if modules else 0.0

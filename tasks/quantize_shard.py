@@ -188,6 +188,8 @@ class _Shard:
                     self._quantize_stacked(module, subset)
                 else:
                     self._quantize_modules((subset,))
+                    if scheme.replaces_weights:
+                        self._replace_weights(module, subset)
             for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
                 self.work.outputs[batch] = self._rounded(hidden)
 
@@ -295,6 +297,12 @@ class _Shard:
             for subset in subsets:
                 work.outcomes.setdefault(subset, self.run.scheme.prepare(None, 0, self._full(subset[0])))
         work.meet()
+
+    def _replace_weights(self, module: nn.Module, subset: tuple[str, ...]) -> None:
+        """Put what a loader will see into this device's module."""
+        for name in subset:
+            rows: Any = self.work.quantized[name]
+            _weight(module, name).data.copy_(rows.dequantize())
 
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""

@@ -20,9 +20,10 @@ from torch import Tensor
 from tasks.execution_plan import UNIT_ROWS
 from tasks.formats import bitsandbytes as bitsandbytes_layout
 from tasks.formats import compressed_tensors as compressed_tensors_layout
+from tasks.formats import exl3 as exl3_layout
 from tasks.formats import fp8_block as fp8_layout
 from tasks.formats import gptq as gptq_layout
-from tasks.job import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
+from tasks.job import BitsAndBytesConfig, EXL3Config, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
 from tasks.methods import bitsandbytes, fp8, gptq, rtn
 from tasks.methods.gptq import ActivationError, HessianError
 from tasks.methods.grid import QuantizedRows, check_weight
@@ -33,6 +34,7 @@ LAYOUTS: dict[str, ModuleType] = {
     "compressed-tensors": compressed_tensors_layout,
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
+    "exl3": exl3_layout,
 }
 # A K x K Hessian while it is factored: the sum in float32 and its copy in float64 (`tasks.methods.hessian`).
 BYTES_PER_HESSIAN_ENTRY = 4 + 8
@@ -68,7 +70,7 @@ class Prepared:
 
 def needs_activations(config: Quantization) -> bool:
     """Whether the method looks at what flows through the layers, which makes the layers a chain."""
-    return isinstance(config, GPTQConfig) or (isinstance(config, GGUFConfig) and config.imatrix)
+    return isinstance(config, GPTQConfig | EXL3Config) or (isinstance(config, GGUFConfig) and config.imatrix)
 
 
 def packages(config: Quantization) -> tuple[str, ...]:
@@ -82,12 +84,15 @@ def layout_name(config: Quantization) -> str:
     return "gptq" if written == "gptq_v2" else written
 
 
-def scheme_of(config: Quantization, source: SourceModel) -> "Scheme":
-    """The scheme of this config for this source."""
-    from tasks.gguf_scheme import GGUFScheme  # which is built on what is here
+def scheme_of(config: Quantization, source: SourceModel, seed: int = 0) -> "Scheme":
+    """The scheme of this config for this source; `seed` is the job's."""
+    from tasks.exl3_scheme import EXL3Scheme  # which are built on what is here
+    from tasks.gguf_scheme import GGUFScheme
 
     if isinstance(config, GGUFConfig):
         return GGUFScheme(config, source)
+    if isinstance(config, EXL3Config):
+        return EXL3Scheme(config, source, seed)
     return GPTQScheme(config, source) if isinstance(config, GPTQConfig) else Scheme(config, source)
 
 
@@ -96,10 +101,13 @@ class Scheme:
 
     quantizes_units = False
     is_one_file = False
+    # Whether later linears of a layer see the quantized weights of a method that gets whole modules.
+    replaces_weights = False
 
-    def __init__(self, config: Quantization, source: SourceModel) -> None:
+    def __init__(self, config: Quantization, source: SourceModel, seed: int = 0) -> None:
         self.config = config
         self.source = source
+        self.seed = seed
         self.layout: Any = LAYOUTS.get(layout_name(config))
 
     @property
@@ -275,7 +283,7 @@ def _on_cpu(rows: Any) -> Any:
 def _setting(name: str, value: Any) -> str:
     """A setting as a person would say it; empty for one that says nothing."""
     if name == "bits":
-        return f"{value} bit"
+        return f"{value:g} bit"
     if name == "group_size":
         return "one group per row" if value == -1 else f"groups of {value}"
     if name == "sym":
@@ -286,4 +294,4 @@ def _setting(name: str, value: Any) -> str:
         return "importance matrix" if value else ""
     if name == "double_quant":
         return "double quantization" if value else ""
-    return str(value) if name in ("fp8_format", "quant_type") else ""
+    return str(value) if name in ("fp8_format", "quant_type", "codebook") else ""
