@@ -128,6 +128,43 @@ class GPTQConfig(_Grid):
         return self
 
 
+class QQQConfig(_Quantization):
+    """QQQ: 4-bit codes that stand for 8-bit weights, for kernels that round activations to 8 bits (arXiv 2406.09904)."""
+
+    method: Literal["qqq"] = Field("qqq", description="QQQ, which needs calibration data.")
+    bits: Literal[4] = Field(4, description="Code width.")
+    group_size: Literal[-1, 128] = Field(
+        128, description="Input columns per scale; -1 is one scale per output channel."
+    )
+    mse: float = Field(
+        0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Exponent of the error that a search over shrunken grids minimises; 0 takes the full range.",
+    )
+    act_group_aware: bool = Field(
+        True,
+        description="Act-order inside and between whole groups, undone at the end: loads as fast as without. "
+        "Off where desc_act is asked for.",
+    )
+    block_size: int = Field(128, ge=1, description="Columns between lazy updates of the rest.")
+    damp_percent: float = Field(
+        0.005,
+        gt=0.0,
+        lt=1.0,
+        description="Share of the Hessian's mean diagonal added to it; raised when it won't factor.",
+    )
+    damp_increment: float = Field(
+        0.01, gt=0.0, lt=1.0, description="First step by which damping is raised; it doubles."
+    )
+    fallback_tokens: float = Field(
+        0.005,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
+    )
+
+
 class RTNConfig(_Grid):
     """Round to nearest: no calibration, no chain between layers."""
 
@@ -234,7 +271,8 @@ class EXL3Config(_Quantization):
 # Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
 # the same and more.
 Quantization = Annotated[
-    RTNConfig | GPTQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config, Field(discriminator="method")
+    RTNConfig | GPTQConfig | QQQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
+    Field(discriminator="method"),
 ]
 
 

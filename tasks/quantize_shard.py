@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from tasks import running
 from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.methods.gptq import HessianError
-from tasks.methods.grid import QuantizedRows, WeightError
+from tasks.methods.grid import WeightError
 from tasks.models.staged import StagedForward
-from tasks.schemes import Prepared, Rows, Statistic
+from tasks.schemes import Prepared, Rows, Statistic, UnitRows
 
 
 def lane_batches(batch_count: int) -> list[range]:
@@ -66,7 +66,7 @@ class LayerWork:
         self.quantized: dict[str, Rows] = {}
         self.outputs: dict[int, Tensor] = {}
         self.prepared: Prepared | None = None
-        self.units: dict[int, QuantizedRows] = {}
+        self.units: dict[int, UnitRows] = {}
         # Why error feedback diverged, by unit.
         self.diverged: dict[int, str] = {}
         self._barrier = threading.Barrier(self.device_count)
@@ -123,7 +123,8 @@ class LayerWork:
             reason = self.diverged[min(self.diverged)]
             self.outcomes[subset] = replace(self.outcomes[subset], method="rtn", fallback=reason)
             self.diverged.clear()
-        stacked = QuantizedRows.concatenate([self.units[unit] for unit in sorted(self.units)])
+        parts = [self.units[unit] for unit in sorted(self.units)]
+        stacked = parts[0].concatenate(parts)
         start = 0
         for name, count in zip(subset, rows, strict=True):
             self.keep(name, stacked.rows(start, start + count))
@@ -266,8 +267,7 @@ class _Shard:
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
         work.meet()
         for name, weight in weights.items():
-            rows = work.quantized[name]
-            assert isinstance(rows, QuantizedRows)
+            rows: Any = work.quantized[name]  # cut from `UnitRows`
             weight.data.copy_(rows.dequantize())
 
     def _quantize_units(self, weights: list[Tensor], state: Any) -> None:

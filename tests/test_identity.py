@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -63,6 +63,13 @@ MATTERS: dict[str, tuple[Any, str]] = {
     "quantization.bitsandbytes.compute_dtype": ("float16", "quantization"),
     "quantization.gguf.quant_type": ("q8_0", "quantization"),
     "quantization.gguf.imatrix": (True, "quantization"),
+    "quantization.qqq.group_size": (-1, "quantization"),
+    "quantization.qqq.mse": (2.4, "quantization"),
+    "quantization.qqq.act_group_aware": (False, "quantization"),
+    "quantization.qqq.block_size": (64, "quantization"),
+    "quantization.qqq.damp_percent": (0.01, "quantization"),
+    "quantization.qqq.damp_increment": (0.02, "quantization"),
+    "quantization.qqq.fallback_tokens": (0.01, "quantization"),
     "quantization.gptq.desc_act": (True, "quantization"),
     "quantization.gptq.act_group_aware": (False, "quantization"),
     "quantization.gptq.static_groups": (True, "quantization"),
@@ -103,6 +110,8 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every field of a pydantic model and of the models in it, by its path."""
     for name, field in model.model_fields.items():
         options = typing.get_args(field.annotation) or (field.annotation,)
+        if typing.get_origin(field.annotation) is Literal and len(options) == 1:
+            continue  # it can't be anything else
         inner = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
         if len(inner) > 1:
             yield f"{prefix}{name}.method"

@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
-from tasks.job import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
+from tasks.job import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, QQQConfig, Quantization, RTNConfig
 from tasks.output_directory import GGUF_FILE
 from tasks.quantize_shard import LayerWork, shares
 from tasks.schemes import needs_activations
@@ -35,6 +35,7 @@ INTEGER: dict[str, Any] = {"group_size": 32, "checkpoint_format": "compressed-te
 CONFIGS: dict[str, Quantization] = {
     "gptq": GPTQConfig(group_size=32),
     "rtn": RTNConfig(group_size=32),
+    "qqq": QQQConfig(group_size=-1, damp_percent=0.05),
     "gptq as compressed-tensors": GPTQConfig(**INTEGER),
     "rtn as compressed-tensors": RTNConfig(bits=8, **INTEGER),
     "fp8": FP8Config(),
@@ -47,7 +48,7 @@ CONFIGS: dict[str, Quantization] = {
 }
 WEIGHT_ONLY = [name for name, config in CONFIGS.items() if not needs_activations(config)]
 GGUF = [name for name, config in CONFIGS.items() if config.method == "gguf"]
-FOUR_BIT = ("gptq", "rtn", "gptq as compressed-tensors", "nf4")
+FOUR_BIT = ("gptq", "rtn", "qqq", "gptq as compressed-tensors", "nf4")
 
 
 @pytest.fixture(scope="module")
