@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from checkpoint_store.config import CheckpointConfig
 from tasks.job import (
+    AWQConfig,
     BitsAndBytesConfig,
     CalibrationConfig,
     EXL3Config,
@@ -26,6 +27,7 @@ from tasks.job import (
 METHODS: dict[str, type[BaseModel]] = {
     "gptq": GPTQConfig,
     "rtn": RTNConfig,
+    "awq": AWQConfig,
     "qqq": QQQConfig,
     "fp8": FP8Config,
     "bitsandbytes": BitsAndBytesConfig,
@@ -49,6 +51,8 @@ OPTION_NAMES = {
 FLAGS_WITH_OPPOSITE = {
     "sym": ("--sym", "--asym"),
     "double_quant": ("--double-quant", "--no-double-quant"),
+    "duo_scaling": ("--duo-scaling", "--no-duo-scaling"),
+    "apply_clip": ("--apply-clip", "--no-apply-clip"),
     "act_group_aware": ("--act-group-aware", "--no-act-group-aware"),
     "strict_device_check": ("", "--no-strict-device-check"),
 }

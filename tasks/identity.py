@@ -26,10 +26,13 @@ from checkpoint_store.session import peek_identity
 from tasks.calibration import CalibrationSet
 from tasks.devices import DevicePool
 from tasks.execution_plan import FORWARD_REVISION, LANES, LAYOUT_REVISIONS, METHOD_REVISIONS, UNIT_ROWS
-from tasks.job import GPTQConfig, QQQConfig, QuantizationJob, RTNConfig
+from tasks.job import AWQConfig, GPTQConfig, QQQConfig, QuantizationJob, RTNConfig
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
 from tasks.schemes import layout_name, packages, scheme_of
+
+# Methods whose layouts hold codes in 32-bit words.
+PACKED_IN_WORDS = GPTQConfig | RTNConfig | AWQConfig | QQQConfig
 
 AREAS = (
     "source",
@@ -74,7 +77,7 @@ def build(
         "packed_kernel": {
             "layout": (layout := layout_name(job.quantization)),
             "checkpoint_format": getattr(job.quantization, "checkpoint_format", None),
-            "pack_dtype": "int32" if isinstance(job.quantization, GPTQConfig | RTNConfig | QQQConfig) else None,
+            "pack_dtype": "int32" if isinstance(job.quantization, PACKED_IN_WORDS) else None,
             "revision": LAYOUT_REVISIONS[layout],
         },
         "device_topology": {"count": len(pool.devices), "devices": pool.topology()},

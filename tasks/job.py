@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -24,9 +24,6 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "adapter": ((None,), "adapters beside the quantized weights"),
     "offload_to_disk": ((True, None), "a checkpointed run that keeps everything in memory"),
 }
-
-
-CheckpointFormat = Literal["gptq", "gptq_v2", "compressed-tensors"]
 
 
 class _Frozen(BaseModel):
@@ -73,11 +70,6 @@ class _Grid(_Quantization):
         allow_inf_nan=False,
         description="Exponent of the error that a search over shrunken grids minimises; 0 takes the full range.",
     )
-    checkpoint_format: CheckpointFormat = Field(
-        "gptq",
-        description="Layout of the export: `gptq` stores zero points minus one, `gptq_v2` as they are; "
-        "`compressed-tensors` (4 and 8 bits) is what vLLM and transformers read without a package for GPTQ.",
-    )
 
     @model_validator(mode="after")
     def _group_size_is_a_size(self) -> "_Grid":
@@ -112,6 +104,11 @@ class GPTQConfig(_Grid):
         ge=0.0,
         allow_inf_nan=False,
         description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
+    )
+    checkpoint_format: Literal["gptq", "gptq_v2", "compressed-tensors"] = Field(
+        "gptq",
+        description="Layout of the export: `gptq` stores zero points minus one, `gptq_v2` as they are; "
+        "`compressed-tensors` (4 and 8 bits) is what vLLM and transformers read without a package for GPTQ.",
     )
 
     @model_validator(mode="before")
@@ -169,6 +166,50 @@ class RTNConfig(_Grid):
     """Round to nearest: no calibration, no chain between layers."""
 
     method: Literal["rtn"] = Field("rtn", description="Round to nearest, without calibration data.")
+    checkpoint_format: Literal["gptq", "gptq_v2", "compressed-tensors", "awq"] = Field(
+        "gptq",
+        description="Layout of the export, as for gptq; or `awq` (4 bits), the gemm layout of AWQ.",
+    )
+
+
+class AWQConfig(_Quantization):
+    """AWQ: input channels that matter are scaled up before rounding, what precedes them down (arXiv 2306.00978)."""
+
+    # The search over clipped ranges below looks at the inputs; the grid's own, which doesn't, is for other methods.
+    mse: ClassVar[float] = 0.0
+
+    method: Literal["awq"] = "awq"
+    bits: Literal[4, 8] = Field(4, description="Code width; layout awq holds 4.")
+    group_size: Annotated[int, Field(ge=-1)] = Field(
+        128, description="Input columns per scale; -1 is one scale per output channel."
+    )
+    sym: bool = Field(False, description="Symmetric grid around zero; otherwise each group has its own zero point.")
+    n_grid: int = Field(20, ge=1, description="Exponents from 0 to 1 that the search for channel scales tries.")
+    duo_scaling: bool = Field(
+        True, description="Try scales that are divided by the weights' magnitude too, not the inputs' alone."
+    )
+    apply_clip: bool = Field(
+        True, description="Clip each group of weights to the range with the least error of the output."
+    )
+    fallback_tokens: float = Field(
+        0.005,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
+    )
+    checkpoint_format: Literal["awq", "compressed-tensors"] = Field(
+        "awq", description="Layout of the export: `awq` (gemm), or `compressed-tensors` (4 and 8 bits)."
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_layout(self) -> "AWQConfig":
+        if self.group_size == 0:
+            raise ValueError("group_size 0 is not a size; use -1 for one scale per output channel")
+        if self.bits != 4 and self.checkpoint_format == "awq":
+            raise ValueError(
+                f"checkpoint_format `awq` holds 4 bits, not {self.bits}; use checkpoint_format `compressed-tensors`"
+            )
+        return self
 
 
 class FP8Config(_Quantization):
@@ -271,7 +312,7 @@ class EXL3Config(_Quantization):
 # Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
 # the same and more.
 Quantization = Annotated[
-    RTNConfig | GPTQConfig | QQQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
+    RTNConfig | GPTQConfig | AWQConfig | QQQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
     Field(discriminator="method"),
 ]
 

@@ -179,7 +179,7 @@ class _Findings:
             continuation_bytes=continuation,
             spaces=tuple(self._spaces(self.source, self.root, layers_after, outer_after, continuation)),
             memory=self._memory(self.decoder, scheme, self.pool, tokens, outer),
-            notes=tuple(self._notes(self.source, scheme)),
+            notes=tuple(self._notes(self.source, self.decoder, scheme)),
         )
 
     def _modules(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[ModuleKind]:
@@ -232,8 +232,10 @@ class _Findings:
             sum(prod(skeleton[name].shape) for name in decoder.layer_tensor_names(i)) * itemsize
             for i in range(decoder.layer_count)
         )
-        widest = max(kind.in_features for kind in decoder.linear_kinds)
-        statistics = scheme.statistic_bytes(widest)
+        kinds = decoder.layers_of_each_kind
+        widths = [[decoder.linear_shapes(i)[subset[0]][1] for subset in decoder.subsets(i)] for i in kinds]
+        widest = max(map(max, widths))
+        statistics = max(map(scheme.statistics_bytes, widths))
         hidden_size = decoder.config.hidden_size
         # The residual and the input of the last linear of every batch, in the dtype that is computed in.
         activations = tokens * (hidden_size + widest) * itemsize
@@ -256,8 +258,9 @@ class _Findings:
             host_total_bytes=host_total,
         )
 
-    def _notes(self, source: SourceModel, scheme: Scheme) -> Iterator[str]:
+    def _notes(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[str]:
         yield from scheme.notes()
+        yield from scheme.layer_notes(decoder)
         if self.job.calibration is not None and self.calibration is None:
             yield f"method `{self.job.quantization.method}` uses no calibration data; what is given is not read"
         context = source.config.get("max_position_embeddings")

@@ -65,6 +65,10 @@ class LayerWork:
         self.outcomes: dict[tuple[str, ...], Prepared] = {}
         self.quantized: dict[str, Rows] = {}
         self.outputs: dict[int, Tensor] = {}
+        # Norms and biases that differ from the source's, under their full names.
+        self.folded: dict[str, Tensor] = {}
+        # What the shards share while they look for scales (`tasks.scaled_shard.LayerScaling`).
+        self.scaling: Any = None
         self.prepared: Prepared | None = None
         self.units: dict[int, UnitRows] = {}
         # Why error feedback diverged, by unit.
@@ -145,16 +149,18 @@ class LayerWork:
 @task(name="quantize-shard", task_run_name="layer {layer} device {device}", persist_result=False, cache_policy=NO_CACHE)
 def quantize_shard(layer: int, device: int) -> int:
     """Do the share of the device in this slot of the layer in work; the number of modules that the layer has finished."""
+    from tasks.scaled_shard import ScaledShard  # which is built on what is here
+
     run = running.current()
     work = run.work
     with work.guarded(device), torch.no_grad():
         # Thread by thread: OpenMP keeps the number of the thread that asks.
         torch.set_num_threads(run.cpu_threads)
-        _Shard(work, work.slots.index(device)).go()
+        (ScaledShard if run.scheme.scales_layers else Shard)(work, work.slots.index(device)).go()
     return len(work.quantized)
 
 
-class _Shard:
+class Shard:
     """The share of one device: its module, its batches, its rows."""
 
     def __init__(self, work: LayerWork, number: int) -> None:
@@ -176,9 +182,7 @@ class _Shard:
         module = decoder.materialise(self.work.layer, self.device, self.dtype)
         if self.number == 0:
             self._check_weights(module)
-        # One by one: a batch's mask and rotary tables live no longer than its forward needs them.
-        calls = (self._call(batch) for _, batch in self.batches)
-        with StagedForward(module, self.subsets, calls) as staged:
+        with StagedForward(module, self.subsets, self._calls()) as staged:
             for subset in self.subsets:
                 self._sum_up(staged, subset)
                 self.work.meet()
@@ -191,8 +195,16 @@ class _Shard:
                     self._quantize_modules((subset,))
                     if scheme.replaces_weights:
                         self._replace_weights(module, subset)
-            for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
-                self.work.outputs[batch] = self._rounded(hidden)
+            self._hand_on(staged)
+
+    def _calls(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
+        """One by one: a batch's mask and rotary tables live no longer than its forward needs them."""
+        return (self._call(batch) for _, batch in self.batches)
+
+    def _hand_on(self, staged: StagedForward) -> None:
+        """Run this device's batches to their end, for the next layer."""
+        for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
+            self.work.outputs[batch] = self._rounded(hidden)
 
     def _call(self, batch: int) -> tuple[Tensor, dict[str, object]]:
         """A batch's hidden states on this device and the other arguments of the layer."""
@@ -255,7 +267,7 @@ class _Shard:
     def _quantize_stacked(self, module: nn.Module, subset: tuple[str, ...]) -> None:
         """Quantize this device's units of the subset, then put what a loader will see into this device's module."""
         work = self.work
-        weights = {name: _weight(module, name) for name in subset}
+        weights = {name: weight_of(module, name) for name in subset}
         self._quantize_units(list(weights.values()), self._state_here())
         work.meet()
         if work.diverged:
@@ -272,7 +284,7 @@ class _Shard:
 
     def _quantize_units(self, weights: list[Tensor], state: Any) -> None:
         for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
-            weight_NK = _rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
+            weight_NK = rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
             try:
                 self.work.units[unit] = self.run.scheme.quantize_unit(weight_NK, state)
             except HessianError as error:
@@ -302,13 +314,13 @@ class _Shard:
         """Put what a loader will see into this device's module."""
         for name in subset:
             rows: Any = self.work.quantized[name]
-            _weight(module, name).data.copy_(rows.dequantize())
+            weight_of(module, name).data.copy_(rows.dequantize())
 
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""
         for name in self.shapes:
             try:
-                self.run.scheme.check(_weight(module, name))
+                self.run.scheme.check(weight_of(module, name))
             except WeightError as error:
                 raise WeightError(f"`{self._full(name)}`: {error}") from error
 
@@ -316,13 +328,14 @@ class _Shard:
         return f"{self.run.decoder.layer_name(self.work.layer)}.{name}"
 
 
-def _weight(module: nn.Module, name: str) -> Tensor:
+def weight_of(module: nn.Module, name: str) -> Tensor:
+    """The weight [N, K] of a linear of the layer, by its name within it."""
     linear = module.get_submodule(name)
     assert isinstance(linear, nn.Linear)
     return linear.weight
 
 
-def _rows_of(weights: list[Tensor], start: int, stop: int) -> Tensor:
+def rows_of(weights: list[Tensor], start: int, stop: int) -> Tensor:
     """Rows `start` to `stop` of the weights stacked on each other, without stacking them all."""
     pieces, offset = [], 0
     for weight in weights:

@@ -55,6 +55,14 @@ MATTERS: dict[str, tuple[Any, str]] = {
             ("checkpoint_format", "gptq_v2", "packed_kernel"),
         )
     },
+    "quantization.awq.bits": (8, "quantization"),
+    "quantization.awq.group_size": (64, "quantization"),
+    "quantization.awq.sym": (True, "quantization"),
+    "quantization.awq.n_grid": (10, "quantization"),
+    "quantization.awq.duo_scaling": (False, "quantization"),
+    "quantization.awq.apply_clip": (False, "quantization"),
+    "quantization.awq.fallback_tokens": (0.01, "quantization"),
+    "quantization.awq.checkpoint_format": ("compressed-tensors", "packed_kernel"),
     "quantization.fp8.fp8_format": ("e5m2", "quantization"),
     "quantization.fp8.granularity": ("tensor", "quantization"),
     "quantization.fp8.checkpoint_format": ("fp8", "packed_kernel"),
@@ -186,6 +194,8 @@ def test_a_field_that_matters_changes_its_area_and_the_digest(model, leaf):
         beside["quantization.method"] = leaf.split(".")[1]
     if leaf == "calibration.concat_separator":
         beside["calibration.concat_size"] = 16
+    if leaf == "quantization.awq.bits":
+        beside["quantization.awq.checkpoint_format"] = "compressed-tensors"
     if leaf == "quantization.fp8.fp8_format":
         beside["quantization.fp8.checkpoint_format"] = "fp8"
     if leaf.startswith("quantization.fp8.") and not leaf.endswith("granularity"):

@@ -333,6 +333,7 @@ SIZED: list[Quantization] = [
     for sym in (True, False)
     if checkpoint_format == "gptq" or bits in (4, 8)
 ]
+SIZED += [RTNConfig(group_size=size, sym=False, checkpoint_format="awq") for size in (32, -1)]
 SIZED += [FP8Config(granularity=granularity) for granularity in ("tensor", "row", "block")]
 SIZED += [FP8Config(granularity="block", checkpoint_format="fp8"), BitsAndBytesConfig(quant_type="int8")]
 # Some of their bytes are JSON with a number of any length in it.

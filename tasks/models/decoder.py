@@ -20,6 +20,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tasks.models.folding import PROBED_TOKENS, Folding, find_folding
 from tasks.models.layer_names import LayoutError, linears, names_in_files, unfuse
 from tasks.models.source import TORCH_DTYPE, SourceError, SourceModel
 from tasks.models.tensor_check import tensor_problems
@@ -315,6 +316,15 @@ class Decoder:
                 subsets.append([name])
             previous = input_BTK
         return tuple(tuple(subset) for subset in subsets)
+
+    def folding(self, i: int) -> Folding:
+        """Which modules of layer `i` may take up scales of its linears' inputs; no weight is read."""
+        layer = copy.deepcopy(self._skeleton(i).layer, {id(self.config): self.config})
+        for module in layer.modules():
+            _fill_buffers(self._model, module, "cpu")
+        generator = torch.Generator().manual_seed(0)
+        hidden_BTH = torch.randn(1, PROBED_TOKENS, self.config.hidden_size, generator=generator)
+        return find_folding(layer, self.subsets(i), hidden_BTH, self.call_arguments(i, hidden_BTH, None))
 
     # Dtypes
 
