@@ -27,7 +27,11 @@ def emit(logger: Logger, root: Path, name: str, detail: dict[str, Any]) -> None:
     try:
         emit_event(
             event=f"{EVENT_PREFIX}.{name}",
-            resource={"prefect.resource.id": f"{EVENT_PREFIX}.{root}", "prefect.resource.name": root.name},
+            resource={
+                "prefect.resource.id": f"{EVENT_PREFIX}.{root}",
+                "prefect.resource.name": root.name,
+                "prefect-quantize.root": str(root),
+            },
             payload=detail,
         )
     except Exception as error:
