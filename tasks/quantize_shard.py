@@ -252,13 +252,15 @@ class Shard:
 
     def _prepare(self, subset: tuple[str, ...]) -> None:
         """Make the merged statistic into what the subset is quantized with, on the first device."""
-        work = self.work
-        total = work.take_total()
+        self.work.prepared = self._prepared(subset)
+        # Without its state, which is the largest thing of all.
+        self.work.outcomes[subset] = replace(self.work.prepared, state=None)
+
+    def _prepared(self, subset: tuple[str, ...]) -> Prepared:
+        total = self.work.take_total()
         # The peak of a layer: what the forward has freed must not lie under it.
         running.return_freed_memory()
-        work.prepared = self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
-        # Without its state, which is the largest thing of all.
-        work.outcomes[subset] = replace(work.prepared, state=None)
+        return self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
 
     def _state_here(self) -> Any:
         prepared = self.work.prepared
