@@ -305,6 +305,8 @@ class Shard:
             except WeightError as error:
                 raise WeightError(f"`{full}`: {error}") from error
             work.keep(name, rows)
+            del weight_NK
+            running.return_freed_memory()  # or the next module's peak would lie on top of what this one has freed
             self.run.tell(name, rows.loss)
         work.meet()
         if self.number == 0:
