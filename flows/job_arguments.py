@@ -13,6 +13,7 @@ from checkpoint_store.config import CheckpointConfig
 from tasks.job import (
     BitsAndBytesConfig,
     CalibrationConfig,
+    EoRAConfig,
     FP8Config,
     GGUFConfig,
     GPTQConfig,
@@ -31,6 +32,7 @@ METHODS: dict[str, type[BaseModel]] = {
     "gguf": GGUFConfig,
 }
 SECTIONS: dict[str, type[BaseModel]] = {
+    "adapter": EoRAConfig,
     "calibration": CalibrationConfig,
     "checkpoint": CheckpointConfig,
     "telemetry": TelemetryConfig,
@@ -39,6 +41,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
 # Where a field's option is not simply the field's name.
 OPTION_NAMES = {
     ("quantization", "checkpoint_format"): "--format",
+    ("adapter", "method"): "--adapter",
+    ("adapter", "rank"): "--adapter-rank",
     ("calibration", "data"): "--calibration",
     ("calibration", "name"): "--dataset-name",
     ("checkpoint", "path"): "--checkpoint",

@@ -11,4 +11,5 @@ UNIT_ROWS = 2048
 
 METHOD_REVISIONS = {"gptq": 1, "rtn": 1, "qqq": 1, "fp8": 1, "bitsandbytes": 1, "gguf": 1}
 LAYOUT_REVISIONS = {"gptq": 1, "qqq": 1, "compressed-tensors": 1, "fp8": 1, "bitsandbytes": 1, "gguf": 1}
+ADAPTER_REVISIONS = {"eora": 1}
 FORWARD_REVISION = 1

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from tasks import adapters
 from tasks.calibration import source_problems
 from tasks.calibration_sources import file_of
 from tasks.devices import DevicePool
+from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
 from tasks.models.decoder import SUPPORTED, Decoder, is_supported
 from tasks.models.source import SourceError, SourceModel
@@ -120,7 +122,10 @@ class _Findings:
     def look_at_shapes(self) -> None:
         """What the layout can't hold, and what it needs that is not installed."""
         if self.source is not None:
-            self.problems += scheme_of(self.job.quantization, self.source).problems(self._linear_shapes())
+            shapes = self._linear_shapes()
+            self.problems += scheme_of(self.job.quantization, self.source).problems(shapes)
+            if self.job.adapter is not None:
+                self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(N, K) by name within a layer; of a source that makes no decoder, what its headers tell of matrices."""
@@ -160,7 +165,8 @@ class _Findings:
             not in self.decoder.linear_shapes
         )
         outer_after = scheme.other_bytes(self.decoder.outer_tensor_names)
-        layers_after = sum(kind.bytes_after for kind in modules) + carried_after
+        adapter = self._adapter_bytes(self.decoder)
+        layers_after = sum(kind.bytes_after for kind in modules) + carried_after + adapter
         return Plan(
             model=self.job.model,
             family=self.source.config["model_type"],
@@ -172,6 +178,7 @@ class _Findings:
             carried_bytes_after=carried_after,
             outer_bytes=outer,
             outer_bytes_after=outer_after,
+            adapter_bytes=adapter,
             tensor_table=scheme.tensor_table(),
             devices=tuple(str(device) for device in self.pool.devices),
             calibration_samples=samples,
@@ -193,6 +200,13 @@ class _Findings:
                 before += source.tensors[f"{full}.weight"].size_bytes + (bias.size_bytes if bias is not None else 0)
                 after += scheme.module_bytes(full)
             yield ModuleKind(name, out_features, in_features, len(layers), before, after)
+
+    def _adapter_bytes(self, decoder: Decoder) -> int:
+        if self.job.adapter is None:
+            return 0
+        rank, itemsize = self.job.adapter.rank, decoder.source_dtype.itemsize
+        each = sum(peft.packed_bytes(k, n, rank, itemsize) for n, k in decoder.linear_shapes.values())
+        return each * decoder.layer_count
 
     def _calibration_bound(self) -> tuple[int, int]:
         """Samples and tokens at most, padding included, as far as can be told without reading the data."""
@@ -236,6 +250,8 @@ class _Findings:
         )
         widest = max(in_features for _, in_features in decoder.linear_shapes.values())
         statistics = scheme.statistic_bytes(widest)
+        if self.job.adapter is not None:
+            statistics += adapters.root_bytes(widest)
         hidden_size = decoder.config.hidden_size
         # The residual and the input of the last linear of every batch, in the dtype that is computed in.
         activations = tokens * (hidden_size + widest) * itemsize

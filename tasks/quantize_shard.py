@@ -23,9 +23,11 @@ from prefect.cache_policies import NO_CACHE
 from torch import Tensor, nn
 
 from tasks import running
+from tasks.adapters import LayerAdapter
 from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.methods.gptq import HessianError
 from tasks.methods.grid import WeightError
+from tasks.methods.hessian import HessianSum
 from tasks.models.staged import StagedForward
 from tasks.schemes import Prepared, Rows, Statistic, UnitRows
 
@@ -62,6 +64,9 @@ class LayerWork:
         self.quantized: dict[str, Rows] = {}
         self.outputs: dict[int, Tensor] = {}
         self.prepared: Prepared | None = None
+        self.adapter: LayerAdapter | None = None
+        if run.job.adapter is not None:
+            self.adapter = LayerAdapter(run.job.adapter, run.decoder.source_dtype)
         self.units: dict[int, UnitRows] = {}
         # Why error feedback diverged, by unit.
         self.diverged: dict[int, str] = {}
@@ -233,6 +238,9 @@ class _Shard:
         # The peak of a layer: what the forward has freed must not lie under it.
         running.return_freed_memory()
         work.prepared = self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
+        if work.adapter is not None:
+            assert total is None or isinstance(total, HessianSum)
+            work.adapter.prepare(total, self._full(subset[0]))
         # Without its state, which is the largest thing of all.
         work.outcomes[subset] = replace(work.prepared, state=None)
 
@@ -254,9 +262,13 @@ class _Shard:
             work.collect(subset, [len(weight) for weight in weights.values()])
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
         work.meet()
+        quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}  # cut from `UnitRows`
+        if work.adapter is not None:
+            costs = {name: weight.numel() for name, weight in weights.items()}
+            for name in shares(costs, work.device_count)[self.number]:
+                work.adapter.compensate(name, weights[name], quantized[name].dequantize())
         for name, weight in weights.items():
-            rows: Any = work.quantized[name]  # cut from `UnitRows`
-            weight.data.copy_(rows.dequantize())
+            weight.data.copy_(quantized[name].dequantize())
 
     def _quantize_units(self, weights: list[Tensor], state: Any) -> None:
         for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
