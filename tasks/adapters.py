@@ -5,8 +5,10 @@ their adapters. So the quantized model's bytes are those of a job without an ada
 states runs beside the first.
 """
 
+import copy
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,25 @@ from tasks.methods.hessian import HessianSum
 COMPENSATED = ("gptq", "qqq")
 
 
+class _Both:
+    """A method's statistic and the covariance of the same inputs."""
+
+    def __init__(self, statistic: Any, covariance: HessianSum) -> None:
+        self.statistic, self.covariance = statistic, covariance
+
+    @property
+    def tokens(self) -> int:
+        return self.covariance.tokens
+
+    def add(self, x_TK: Tensor) -> None:
+        self.statistic.add(x_TK)
+        self.covariance.add(x_TK)
+
+    def merge(self, other: "_Both") -> None:
+        self.statistic.merge(other.statistic)
+        self.covariance.merge(other.covariance)
+
+
 class LayerAdapter:
     """Shared by the shards of one layer; matrices are on the CPU."""
 
@@ -30,14 +51,21 @@ class LayerAdapter:
         self._lock = threading.Lock()
         self.modules: dict[str, eora.LowRank] = {}
 
-    def prepare(self, inputs: HessianSum | None, name: str) -> None:
-        """Take in the inputs of the subset that is quantized next, of which `name` is a module."""
+    def observing(self, statistic: Any, in_features: int, device: torch.device) -> Any:
+        """The method's statistic, with the covariance beside it where it is none itself."""
+        return statistic if isinstance(statistic, HessianSum) else _Both(statistic, HessianSum(in_features, device))
+
+    def prepare(self, total: Any, name: str) -> Any:
+        """Take in the inputs of the subset that is quantized next, of which `name` is a module; the method's statistic."""
+        inputs: HessianSum | None = total.covariance if isinstance(total, _Both) else total
         self._root_KK = None
         if inputs is not None and inputs.tokens:
             try:
-                self._root_KK = eora.root_of(inputs.hessian())
+                # A copy: the method takes the sum itself.
+                self._root_KK = eora.root_of(copy.deepcopy(inputs).hessian())
             except ValueError as error:
                 raise ValueError(f"`{name}`: {error}") from error
+        return total.statistic if isinstance(total, _Both) else total
 
     def compensate(self, name: str, weight_NK: Tensor, quantized_NK: Tensor) -> None:
         """Make the matrices of a module, by its name within the layer."""
@@ -72,5 +100,5 @@ def problems(config: EoRAConfig, quantization: Quantization, shapes: Mapping[str
 
 
 def root_bytes(in_features: int) -> int:
-    """Most bytes that the root of a subset's covariance takes while it is made: in float64 twice, and the sum."""
-    return in_features**2 * (2 * 8 + 4)
+    """Most bytes that the root of a subset's covariance takes while it is made: the sum, and float64 twice."""
+    return in_features**2 * (4 + 2 * 8)

@@ -22,6 +22,7 @@ class ModuleReport(_Record):
     damp_percent: float | None = Field(None, description="Damping that its Hessian needed.")
     adapter_loss: float | None = Field(None, description="Mean squared output error that is left with its adapter.")
     fallback: str | None = Field(None, description="Why it was rounded to nearest instead.")
+    unscaled: str | None = Field(None, description="Why its input channels could not be scaled, where they should be.")
 
 
 class LayerReceipt(_Record):

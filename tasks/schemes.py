@@ -18,27 +18,41 @@ import torch
 from torch import Tensor
 
 from tasks.execution_plan import UNIT_ROWS
+from tasks.formats import awq as awq_layout
 from tasks.formats import bitsandbytes as bitsandbytes_layout
 from tasks.formats import compressed_tensors as compressed_tensors_layout
+from tasks.formats import exl3 as exl3_layout
 from tasks.formats import fp8_block as fp8_layout
 from tasks.formats import gptq as gptq_layout
 from tasks.formats import qqq as qqq_layout
-from tasks.job import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, QQQConfig, Quantization, RTNConfig
+from tasks.job import (
+    AWQConfig,
+    BitsAndBytesConfig,
+    EXL3Config,
+    FP8Config,
+    GGUFConfig,
+    GPTQConfig,
+    QQQConfig,
+    Quantization,
+    RTNConfig,
+)
 from tasks.methods import bitsandbytes, fp8, gptq, qqq, rtn
 from tasks.methods.gptq import ActivationError, HessianError
 from tasks.methods.grid import QuantizedRows, check_finite, check_weight
+from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
 
 LAYOUTS: dict[str, ModuleType] = {
     "gptq": gptq_layout,
+    "awq": awq_layout,
     "qqq": qqq_layout,
     "compressed-tensors": compressed_tensors_layout,
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
+    "exl3": exl3_layout,
 }
-# A K x K Hessian while it is factored: the sum in float32, the flipped copy, its factor and inverse in float64, the
-# float32 result.
-BYTES_PER_HESSIAN_ENTRY = 4 + 3 * 8 + 4
+# A K x K Hessian while it is factored: the sum in float32 and its copy in float64 (`tasks.methods.hessian`).
+BYTES_PER_HESSIAN_ENTRY = 4 + 8
 
 
 class Rows(Protocol):
@@ -78,11 +92,13 @@ class Prepared:
     tokens: int = 0
     damp_percent: float | None = None
     fallback: str | None = None
+    unscaled: str | None = None
 
 
 def needs_activations(config: Quantization) -> bool:
     """Whether the method looks at what flows through the layers, which makes the layers a chain."""
-    return isinstance(config, GPTQConfig | QQQConfig) or (isinstance(config, GGUFConfig) and config.imatrix)
+    chained = isinstance(config, GPTQConfig | AWQConfig | QQQConfig | EXL3Config)
+    return chained or (isinstance(config, GGUFConfig) and config.imatrix)
 
 
 def packages(config: Quantization) -> tuple[str, ...]:
@@ -96,12 +112,18 @@ def layout_name(config: Quantization) -> str:
     return "gptq" if written == "gptq_v2" else written
 
 
-def scheme_of(config: Quantization, source: SourceModel) -> "Scheme":
-    """The scheme of this config for this source."""
-    from tasks.gguf_scheme import GGUFScheme  # which is built on what is here
+def scheme_of(config: Quantization, source: SourceModel, seed: int = 0) -> "Scheme":
+    """The scheme of this config for this source; `seed` is the job's."""
+    from tasks.awq_scheme import AWQScheme  # which are built on what is here
+    from tasks.exl3_scheme import EXL3Scheme
+    from tasks.gguf_scheme import GGUFScheme
 
+    if isinstance(config, AWQConfig):
+        return AWQScheme(config, source)
     if isinstance(config, GGUFConfig):
         return GGUFScheme(config, source)
+    if isinstance(config, EXL3Config):
+        return EXL3Scheme(config, source, seed)
     if isinstance(config, QQQConfig):
         return QQQScheme(config, source)
     return GPTQScheme(config, source) if isinstance(config, GPTQConfig) else Scheme(config, source)
@@ -111,11 +133,16 @@ class Scheme:
     """A weight-only method and its layout in safetensors files; the base of the others."""
 
     quantizes_units = False
+    # Whether input channels are scaled, for which a layer is observed before anything of it is quantized.
+    scales_layers = False
     is_one_file = False
+    # Whether later linears of a layer see the quantized weights of a method that gets whole modules.
+    replaces_weights = False
 
-    def __init__(self, config: Quantization, source: SourceModel) -> None:
+    def __init__(self, config: Quantization, source: SourceModel, seed: int = 0) -> None:
         self.config = config
         self.source = source
+        self.seed = seed
         self.layout: Any = LAYOUTS.get(layout_name(config))
 
     @property
@@ -130,6 +157,10 @@ class Scheme:
     def statistic_bytes(self, in_features: int) -> int:
         """Most bytes that a subset's statistic takes until it is prepared."""
         return 0
+
+    def statistics_bytes(self, in_features: Iterable[int]) -> int:
+        """Most bytes of statistics that are alive at once in a layer whose subsets have these widths."""
+        return max(map(self.statistic_bytes, in_features))
 
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
         """Make the statistic of a subset, of which `name` is a module, into what its modules are quantized with."""
@@ -162,6 +193,10 @@ class Scheme:
         described: dict[str, Any] = self.layout.quantization_config(self.config)
         return described
 
+    def written_beside_weights(self) -> dict[str, Any]:
+        """What else of the source than config.json and tensors decides the export's bytes, as plain values."""
+        return {}
+
     # What preflight asks
 
     def summary(self) -> str:
@@ -186,7 +221,7 @@ class Scheme:
                 complaints[problem.removeprefix(f"`{name}`: ")].append(f"`{name}`")
         for complaint, names in complaints.items():
             yield f"{', '.join(names)} of every layer: {complaint}"
-        if len(complaints) > 1 and isinstance(self.config, GPTQConfig | RTNConfig):
+        if len(complaints) > 1 and isinstance(self.config, GPTQConfig | RTNConfig | AWQConfig):
             fitting = [str(size) for size in gptq_layout.LOADABLE_GROUP_SIZES if self._fits(shapes, size)]
             if self._fits(shapes, -1):
                 fitting.append("-1")
@@ -203,8 +238,16 @@ class Scheme:
                     f"vLLM loads only 4-bit and 8-bit symmetric gptq files, not this {grid} one; GPTQModel and "
                     f"transformers do"
                 )
+        if isinstance(config, AWQConfig | RTNConfig) and self.layout is awq_layout:
+            yield "transformers loads awq files with the gptqmodel package only; vLLM and GPTQModel read them themselves"
+            if config.group_size == 16:
+                yield "vLLM has no kernel for awq files with groups of 16; GPTQModel has"
         if isinstance(config, FP8Config) and config.fp8_format == "e5m2":
             yield "vLLM takes e5m2 for e4m3 and computes garbage; transformers widens the weights as it loads them"
+
+    def layer_notes(self, decoder: Decoder) -> Iterator[str]:
+        """What a user should know beforehand of how the layers are quantized."""
+        yield from ()
 
     def module_bytes(self, name: str) -> int:
         """Bytes of a module's packed weight and its bias, by its full name; ValueError where it can't be packed."""
@@ -318,7 +361,7 @@ def _on_cpu(rows: Any) -> Any:
 def _setting(name: str, value: Any) -> str:
     """A setting as a person would say it; empty for one that says nothing."""
     if name == "bits":
-        return f"{value} bit"
+        return f"{value:g} bit"
     if name == "group_size":
         return "one group per row" if value == -1 else f"groups of {value}"
     if name == "sym":
@@ -329,4 +372,6 @@ def _setting(name: str, value: Any) -> str:
         return "importance matrix" if value else ""
     if name == "double_quant":
         return "double quantization" if value else ""
-    return str(value) if name in ("fp8_format", "quant_type") else ""
+    if name == "apply_clip":
+        return "clipped" if value else ""
+    return str(value) if name in ("fp8_format", "quant_type", "codebook") else ""

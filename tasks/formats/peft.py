@@ -30,8 +30,8 @@ def packed_bytes(in_features: int, out_features: int, rank: int, itemsize: int) 
     return rank * (in_features + out_features) * itemsize
 
 
-def adapter_config(rank: int, modules: Iterable[str]) -> dict[str, Any]:
-    """What adapter_config.json holds, for modules by any of their names; the base model is named by whoever loads it."""
+def adapter_config(rank: int, tensors: Iterable[str]) -> dict[str, Any]:
+    """What adapter_config.json holds, for these names of tensors; the base model is named by whoever loads it."""
     return {
         "base_model_name_or_path": None,
         "bias": "none",
@@ -42,7 +42,7 @@ def adapter_config(rank: int, modules: Iterable[str]) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": rank,
-        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
