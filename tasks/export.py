@@ -12,11 +12,14 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from torch import Tensor
 
 from checkpoint_store.errors import StorageFull
+from checkpoint_store.session import ADAPTER
 from checkpoint_store.tensors import tensors_from
 from tasks import running
 from tasks.export_gguf import add_gguf
+from tasks.formats import peft
 from tasks.output_directory import INDEX_FILE, Export, OutputTaken, foreign_names, json_bytes, remove_leftovers
 from tasks.places import copied_files
 from tasks.report import Report
@@ -99,7 +102,17 @@ def _add_model(run: running.Run, export: Export) -> int:
     export.add_tensors(files[-1], outer)
     export.add_bytes(INDEX_FILE, index_of(held, size))
     _add_descriptions(run, export)
+    if run.job.adapter is not None:
+        _add_adapter(run, run.job.adapter.rank, export)
     return size
+
+
+def _add_adapter(run: running.Run, rank: int, export: Export) -> None:
+    tensors: dict[str, Tensor] = {}
+    for ref in run.session.layer_objects(ADAPTER):
+        tensors |= tensors_from(run.session.view(ref))
+    export.add_tensors(peft.TENSORS_FILE, tensors)
+    export.add_bytes(peft.CONFIG_FILE, json_bytes(peft.adapter_config(rank, tensors)))
 
 
 def outer_names(run: running.Run) -> list[str]:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from tasks import adapters
 from tasks.calibration import source_problems
 from tasks.calibration_sources import file_of
 from tasks.devices import DevicePool
+from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
 from tasks.models.decoder import SUPPORTED, Decoder, is_supported
 from tasks.models.source import SourceError, SourceModel
@@ -124,7 +126,10 @@ class _Findings:
     def look_at_shapes(self) -> None:
         """What the layout can't hold, and what it needs that is not installed."""
         if self.source is not None:
-            self.problems += scheme_of(self.job.quantization, self.source).problems(self._linear_shapes())
+            shapes = self._linear_shapes()
+            self.problems += scheme_of(self.job.quantization, self.source).problems(shapes)
+            if self.job.adapter is not None:
+                self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(N, K) by name within a layer; of a source that makes no decoder, what its headers tell of matrices."""
@@ -164,7 +169,8 @@ class _Findings:
             not in self.decoder.linear_shapes(layer)
         )
         outer_after = scheme.other_bytes(self.decoder.outer_tensor_names)
-        layers_after = sum(kind.bytes_after for kind in modules) + carried_after
+        adapter = self._adapter_bytes(self.decoder)
+        layers_after = sum(kind.bytes_after for kind in modules) + carried_after + adapter
         try:
             written = scheme.written_bytes(layers_after, outer_after)
         except ValueError:  # no tokenizer that the file could hold, which is in `problems`
@@ -180,6 +186,7 @@ class _Findings:
             carried_bytes_after=carried_after,
             outer_bytes=outer,
             outer_bytes_after=outer_after,
+            adapter_bytes=adapter,
             tensor_table=scheme.tensor_table(),
             devices=tuple(str(device) for device in self.pool.devices),
             calibration_samples=samples,
@@ -199,6 +206,15 @@ class _Findings:
                 before += source.tensors[f"{full}.weight"].size_bytes + (bias.size_bytes if bias is not None else 0)
                 after += scheme.module_bytes(full)
             yield ModuleKind(kind.name, kind.out_features, kind.in_features, len(kind.modules), before, after)
+
+    def _adapter_bytes(self, decoder: Decoder) -> int:
+        if self.job.adapter is None:
+            return 0
+        rank, itemsize = self.job.adapter.rank, decoder.source_dtype.itemsize
+        return sum(
+            peft.packed_bytes(kind.in_features, kind.out_features, rank, itemsize) * len(kind.modules)
+            for kind in decoder.linear_kinds
+        )
 
     def _calibration_bound(self) -> tuple[int, int]:
         """Samples and tokens at most, padding included, as far as can be told without reading the data."""
@@ -242,6 +258,8 @@ class _Findings:
         widths = [[decoder.linear_shapes(i)[subset[0]][1] for subset in decoder.subsets(i)] for i in kinds]
         widest = max(map(max, widths))
         statistics = max(map(scheme.statistics_bytes, widths))
+        if self.job.adapter is not None:
+            statistics += adapters.root_bytes(widest)
         hidden_size = decoder.config.hidden_size
         # The residual and the input of the last linear of every batch, in the dtype that is computed in.
         activations = tokens * (hidden_size + widest) * itemsize

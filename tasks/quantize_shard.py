@@ -24,6 +24,7 @@ from prefect.cache_policies import NO_CACHE
 from torch import Tensor, nn
 
 from tasks import running
+from tasks.adapters import LayerAdapter
 from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.methods.gptq import HessianError
 from tasks.methods.grid import WeightError
@@ -70,6 +71,9 @@ class LayerWork:
         # What the shards share while they look for scales (`tasks.scaled_shard.LayerScaling`).
         self.scaling: Any = None
         self.prepared: Prepared | None = None
+        self.adapter: LayerAdapter | None = None
+        if run.job.adapter is not None:
+            self.adapter = LayerAdapter(run.job.adapter, run.decoder.source_dtype)
         self.units: dict[int, UnitRows] = {}
         # Why error feedback diverged, by unit.
         self.diverged: dict[int, str] = {}
@@ -242,13 +246,17 @@ class Shard:
             mask_BT = self.run.calibration_batch(batch).attention_mask
             real = x_BTK.reshape(-1, features) if bool(mask_BT.all()) else x_BTK[mask_BT.to(x_BTK.device)]
             if lane not in sums:
-                sums[lane] = self.run.scheme.statistic(features, self.device)
+                sums[lane] = self._statistic(features)
             sums[lane].add(real)
         if lane_before is not None:
             self.work.offer(lane_before, sums.pop(lane_before))
         for lane in range(self.number, LANES, self.work.device_count):
             if not self.lanes[lane]:
                 self.work.offer(lane, None)
+
+    def _statistic(self, features: int) -> Statistic:
+        statistic = self.run.scheme.statistic(features, self.device)
+        return statistic if self.work.adapter is None else self.work.adapter.observing(statistic, features, self.device)
 
     def _prepare(self, subset: tuple[str, ...]) -> None:
         """Make the merged statistic into what the subset is quantized with, on the first device."""
@@ -260,6 +268,8 @@ class Shard:
         total = self.work.take_total()
         # The peak of a layer: what the forward has freed must not lie under it.
         running.return_freed_memory()
+        if self.work.adapter is not None:
+            total = self.work.adapter.prepare(total, self._full(subset[0]))
         return self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
 
     def _state_here(self) -> Any:
@@ -280,9 +290,7 @@ class Shard:
             work.collect(subset, [len(weight) for weight in weights.values()])
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
         work.meet()
-        for name, weight in weights.items():
-            rows: Any = work.quantized[name]  # cut from `UnitRows`
-            weight.data.copy_(rows.dequantize())
+        self._replace_weights(module, subset)
 
     def _quantize_units(self, weights: list[Tensor], state: Any) -> None:
         for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
@@ -315,10 +323,15 @@ class Shard:
         work.meet()
 
     def _replace_weights(self, module: nn.Module, subset: tuple[str, ...]) -> None:
-        """Put what a loader will see into this device's module."""
+        """Put what a loader will see into this device's module; before that, make its share of the adapter."""
+        work = self.work
+        quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}
+        if work.adapter is not None:
+            costs = {name: self.shapes[name][0] * self.shapes[name][1] for name in subset}
+            for name in shares(costs, work.device_count)[self.number]:
+                work.adapter.compensate(name, weight_of(module, name), quantized[name].dequantize())
         for name in subset:
-            rows: Any = self.work.quantized[name]
-            weight_of(module, name).data.copy_(rows.dequantize())
+            weight_of(module, name).data.copy_(quantized[name].dequantize())
 
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""

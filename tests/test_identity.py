@@ -89,6 +89,7 @@ MATTERS: dict[str, tuple[Any, str]] = {
     "quantization.gptq.damp_percent": (0.01, "quantization"),
     "quantization.gptq.damp_increment": (0.02, "quantization"),
     "quantization.gptq.fallback_tokens": (0.01, "quantization"),
+    "adapter.rank": (16, "adapter"),
     "calibration.data": (TEXTS[:2], "calibration"),
     "calibration.split": ("test", "calibration"),
     "calibration.name": ("small", "calibration"),
