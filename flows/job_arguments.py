@@ -11,12 +11,15 @@ from pydantic.fields import FieldInfo
 
 from checkpoint_store.config import CheckpointConfig
 from tasks.job import (
+    AWQConfig,
     BitsAndBytesConfig,
     CalibrationConfig,
+    EoRAConfig,
     EXL3Config,
     FP8Config,
     GGUFConfig,
     GPTQConfig,
+    QQQConfig,
     QuantizationJob,
     RTNConfig,
     TelemetryConfig,
@@ -25,12 +28,15 @@ from tasks.job import (
 METHODS: dict[str, type[BaseModel]] = {
     "gptq": GPTQConfig,
     "rtn": RTNConfig,
+    "awq": AWQConfig,
+    "qqq": QQQConfig,
     "fp8": FP8Config,
     "bitsandbytes": BitsAndBytesConfig,
     "gguf": GGUFConfig,
     "exl3": EXL3Config,
 }
 SECTIONS: dict[str, type[BaseModel]] = {
+    "adapter": EoRAConfig,
     "calibration": CalibrationConfig,
     "checkpoint": CheckpointConfig,
     "telemetry": TelemetryConfig,
@@ -39,6 +45,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
 # Where a field's option is not simply the field's name.
 OPTION_NAMES = {
     ("quantization", "checkpoint_format"): "--format",
+    ("adapter", "method"): "--adapter",
+    ("adapter", "rank"): "--adapter-rank",
     ("calibration", "data"): "--calibration",
     ("calibration", "name"): "--dataset-name",
     ("checkpoint", "path"): "--checkpoint",
@@ -47,6 +55,8 @@ OPTION_NAMES = {
 FLAGS_WITH_OPPOSITE = {
     "sym": ("--sym", "--asym"),
     "double_quant": ("--double-quant", "--no-double-quant"),
+    "duo_scaling": ("--duo-scaling", "--no-duo-scaling"),
+    "apply_clip": ("--apply-clip", "--no-apply-clip"),
     "act_group_aware": ("--act-group-aware", "--no-act-group-aware"),
     "strict_device_check": ("", "--no-strict-device-check"),
 }
@@ -124,16 +134,19 @@ def _options() -> Iterator[_Option]:
 def _merged(by_method: Mapping[str, FieldInfo]) -> FieldInfo:
     """One field for the command line of what several methods call by one name; the job's model knows which is which."""
     first, *others = by_method.values()
-    if all(field.description == first.description for field in others):
+    if all((field.description, field.default) == (first.description, first.default) for field in others):
         return first
-    values = dict.fromkeys(value for field in by_method.values() for value in get_args(field.annotation))
     is_any_number = any(field.annotation is float for field in by_method.values())
     told: dict[str, list[str]] = defaultdict(list)
     for method, field in by_method.items():
         told[f"{field.description} (default {field.default})"].append(method)
     description = " ".join(f"{', '.join(methods)}: {text}" for text, methods in told.items())
-    annotation: Any = int | float if is_any_number else Literal[tuple(values)]
-    return FieldInfo(annotation=annotation, description=description)
+    if is_any_number:
+        return FieldInfo(annotation=int | float, description=description)
+    if get_origin(first.annotation) is not Literal:
+        return FieldInfo(annotation=first.annotation, description=description)
+    values = dict.fromkeys(value for field in by_method.values() for value in get_args(field.annotation))
+    return FieldInfo(annotation=Literal[tuple(values)], description=description)
 
 
 def _add(group: "argparse._ArgumentGroup", option: _Option) -> None:
