@@ -85,21 +85,13 @@ def unpack(tensors: Mapping[str, Tensor], name: str, config: EXL3Config) -> Trel
 def pack_symbols(symbols_RCL: Tensor, bits: int) -> Tensor:
     """int16 [R, C, P]: symbols 0 .. 2^bits - 1, as one stream of bits per tile."""
     assert symbols_RCL.shape[-1] == TILE and int(symbols_RCL.max()) < 1 << bits
-    places = torch.arange(bits - 1, -1, -1, device=symbols_RCL.device)
-    stream = (symbols_RCL.to(torch.int32)[..., None] >> places & 1).reshape(*symbols_RCL.shape[:-1], -1, WORD)
-    weights = 1 << torch.arange(WORD - 1, -1, -1, device=symbols_RCL.device)
-    words = (stream.long() * weights).sum(dim=-1)
-    return _halves_of(words)
+    # A row of blocks at a time: every bit of it becomes a number.
+    return torch.cat([_pack_some(row_1CL, bits) for row_1CL in symbols_RCL.split(1)])
 
 
 def unpack_symbols(trellis_RCP: Tensor, bits: int) -> Tensor:
     """uint8 [R, C, L]: the inverse of `pack_symbols`."""
-    halves = (trellis_RCP.long() & 0xFFFF).reshape(*trellis_RCP.shape[:-1], -1, 2)
-    words = halves[..., 0] | halves[..., 1] << 16
-    places = torch.arange(WORD - 1, -1, -1, device=trellis_RCP.device)
-    stream = (words[..., None] >> places & 1).reshape(*trellis_RCP.shape[:-1], TILE, bits)
-    weights = 1 << torch.arange(bits - 1, -1, -1, device=trellis_RCP.device)
-    return (stream * weights).sum(dim=-1).to(torch.uint8)
+    return torch.cat([_unpack_some(row_1CP, bits) for row_1CP in trellis_RCP.split(1)])
 
 
 def problems(name: str, in_features: int, out_features: int, config: EXL3Config) -> list[str]:
@@ -166,6 +158,23 @@ def tensor_storage(
         for part, (shape, dtype, size) in tensors.items()
     }
     return entry
+
+
+def _pack_some(symbols_RCL: Tensor, bits: int) -> Tensor:
+    places = torch.arange(bits - 1, -1, -1, device=symbols_RCL.device)
+    stream = (symbols_RCL.to(torch.int32)[..., None] >> places & 1).reshape(*symbols_RCL.shape[:-1], -1, WORD)
+    weights = 1 << torch.arange(WORD - 1, -1, -1, device=symbols_RCL.device)
+    words = (stream.long() * weights).sum(dim=-1)
+    return _halves_of(words)
+
+
+def _unpack_some(trellis_RCP: Tensor, bits: int) -> Tensor:
+    halves = (trellis_RCP.long() & 0xFFFF).reshape(*trellis_RCP.shape[:-1], -1, 2)
+    words = halves[..., 0] | halves[..., 1] << 16
+    places = torch.arange(WORD - 1, -1, -1, device=trellis_RCP.device)
+    stream = (words[..., None] >> places & 1).reshape(*trellis_RCP.shape[:-1], TILE, bits)
+    weights = 1 << torch.arange(bits - 1, -1, -1, device=trellis_RCP.device)
+    return (stream * weights).sum(dim=-1).to(torch.uint8)
 
 
 def _halves_of(words: Tensor) -> Tensor:

@@ -72,9 +72,10 @@ class TrellisWeight:
 
     def dequantize(self) -> Tensor:
         """float32 [N, K]: what a reader of the exported file computes."""
-        words_RCL = words_of(self.symbols_RCL, self.bits)
-        inner_KN = matrix_of(codebook(self.codebook).to(words_RCL.device)[words_RCL])
-        return _outer(inner_KN, self.suh_K, self.svh_N)
+        values_S = codebook(self.codebook).to(self.symbols_RCL.device)
+        # A row of blocks at a time: words take eight bytes each.
+        inner = [matrix_of(values_S[words_of(row_1CL, self.bits)]) for row_1CL in self.symbols_RCL.split(1)]
+        return _outer(torch.cat(inner), self.suh_K, self.svh_N)
 
     def because(self, fallback: str) -> "TrellisWeight":
         """The same, with the reason why its Hessian was not used."""
@@ -115,30 +116,31 @@ def quantize_weight(
         )
     inner_KN = _inner(weight_KN, suh_K, svh_N)
     lower_KK = None if hessian_KK is None else block_lower(inner_hessian(hessian_KK, suh_K), config.sigma_reg)
-    words_RCL = encode(inner_KN, lower_KK, trellis)
-    symbols_RCL = (words_RCL & ((1 << bits) - 1)).to(torch.uint8)
-    error_NK = _outer(matrix_of(trellis.decode(words_RCL)), suh_K, svh_N).sub_(weight_NK.float())
+    coded = TrellisWeight(encode(inner_KN, lower_KK, trellis), suh_K, svh_N, bits, config.codebook, 0.0)
+    error_NK = coded.dequantize().sub_(weight_NK.float())
     if hessian_KK is None:
-        loss = float(row_losses(error_NK).mean())
-    else:  # H is twice the mean of x x^T
-        loss = float(((error_NK @ hessian_KK.float()) * error_NK).sum(dtype=torch.float64)) / (2 * len(error_NK))
-    return TrellisWeight(symbols_RCL, suh_K, svh_N, bits, config.codebook, loss)
+        return replace(coded, loss=float(row_losses(error_NK).mean()))
+    # H is twice the mean of x x^T.
+    error = float(((error_NK @ hessian_KK.float()) * error_NK).sum(dtype=torch.float64))
+    return replace(coded, loss=error / (2 * len(error_NK)))
 
 
 def encode(inner_KN: Tensor, lower_KK: Tensor | None, trellis: Trellis) -> Tensor:
-    """int64 [R, C, L]: words of all tiles, by LDLQ where the unit lower factor is given, else each for itself."""
-    if lower_KK is None:
-        tiles_RCL = tiles_of(inner_KN)
-        return trellis.search(tiles_RCL.reshape(-1, TILE)).reshape(tiles_RCL.shape)
-    words = []
+    """uint8 [R, C, L]: symbols of all tiles, by LDLQ where the unit lower factor is given, else each for itself."""
+    symbols = []
     error_KN = torch.zeros_like(inner_KN)
     for start in range(len(inner_KN) - SIDE, -1, -SIDE):
         stop = start + SIDE
-        target_CN = torch.addmm(inner_KN[start:stop], lower_KK[stop:, start:stop].t(), error_KN[stop:])
-        words_CL = trellis.search(tiles_of(target_CN)[0])
-        words.append(words_CL)
+        target = inner_KN[start:stop]
+        if lower_KK is not None:
+            target = torch.addmm(target, lower_KK[stop:, start:stop].t(), error_KN[stop:])
+        words_CL = trellis.search(tiles_of(target)[0])
+        symbols_CL = (words_CL & ((1 << trellis.bits) - 1)).to(torch.uint8)
+        # What a reader will find, of every tile, before its error is fed back.
+        assert torch.equal(words_of(symbols_CL, trellis.bits), words_CL), "a path that is not closed"
+        symbols.append(symbols_CL)
         error_KN[start:stop] = inner_KN[start:stop] - matrix_of(trellis.decode(words_CL)[None])
-    return torch.stack(words[::-1])
+    return torch.stack(symbols[::-1])
 
 
 def inner_hessian(hessian_KK: Tensor, suh_K: Tensor) -> Tensor:
