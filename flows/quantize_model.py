@@ -297,6 +297,7 @@ class _Quantization:
             if run.session.is_due(len(run.receipts)):
                 self._publish(run)
             self._stop_if_asked(run)
+        run.session.drain()  # the export takes what is published
 
     def _prepare(self, run: running.Run) -> None:
         """The hidden states that enter the first unfinished layer: embedded anew, or as the checkpoint holds them."""
@@ -329,7 +330,7 @@ class _Quantization:
             )
 
     def _publish(self, run: running.Run) -> None:
-        """Publish every finished layer; the session checks that nothing is missing."""
+        """Publish every finished layer while the next one is computed; the session checks that nothing is missing."""
         finished, layer_count = len(run.receipts), run.decoder.layer_count
         run.session.publish(
             finished,
@@ -354,6 +355,8 @@ class _Quantization:
         # Here and not at the interval: a signal may come at any moment, also after that was looked at.
         if run is not None and len(run.receipts) > self.published:
             self._publish(run)
+        if run is not None:
+            run.session.drain()
         if run is None or not (run.receipts or run.session.cursor):
             how_far = "before the first layer; this run published nothing"
         elif len(run.receipts) == run.decoder.layer_count:

@@ -125,16 +125,19 @@ def _leave_out_lost(run: running.Run, work: LayerWork) -> None:
 
 
 def pack(run: running.Run, work: LayerWork) -> dict[str, Tensor]:
-    """The layer's tensors under their final names: packed linears, everything else as the source has it."""
+    """The layer's tensors under their final names: packed linears, everything else as the source has it or as folded."""
     prefix = run.decoder.layer_name(work.layer)
     carried = [
         tensor for tensor in run.decoder.layer_tensor_names(work.layer)
         if tensor.removeprefix(f"{prefix}.").rpartition(".")[0] not in work.quantized
     ]  # fmt: skip
-    packed = run.scheme.carry(run.source.load(carried))
+    changed = {name: tensor for name, tensor in work.folded.items() if name in carried}
+    packed = run.scheme.carry(run.source.load(carried) | changed)
     for module, rows in work.quantized.items():
         full = f"{prefix}.{module}"
-        bias = run.source.load([f"{full}.bias"])[f"{full}.bias"] if f"{full}.bias" in run.source.tensors else None
+        bias = work.folded.get(f"{full}.bias")
+        if bias is None and f"{full}.bias" in run.source.tensors:
+            bias = run.source.load([f"{full}.bias"])[f"{full}.bias"]
         packed |= run.scheme.pack(full, rows, bias)
     return packed
 
@@ -159,7 +162,10 @@ def _receipt(run: running.Run, work: LayerWork, key: str, sha256: str, size: int
             modules.append(
                 ModuleReport(
                     name=module, method=outcome.method, loss=work.quantized[module].loss, tokens=outcome.tokens,
-                    damp_percent=outcome.damp_percent, fallback=outcome.fallback,
+                    damp_percent=outcome.damp_percent,
+                    # A module may fall back on its own where siblings do not have to.
+                    fallback=getattr(work.quantized[module], "fallback", None) or outcome.fallback,
+                    unscaled=outcome.unscaled,
                 )
             )  # fmt: skip
     loss = sum(module.loss for module in modules) / len(modules) if modules else 0.0

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from tasks import running
 from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.methods.gptq import HessianError
-from tasks.methods.grid import QuantizedRows, WeightError
+from tasks.methods.grid import WeightError
 from tasks.models.staged import StagedForward
-from tasks.schemes import Prepared, Rows, Statistic
+from tasks.schemes import Prepared, Rows, Statistic, UnitRows
 
 
 def lane_batches(batch_count: int) -> list[range]:
@@ -65,8 +65,12 @@ class LayerWork:
         self.outcomes: dict[tuple[str, ...], Prepared] = {}
         self.quantized: dict[str, Rows] = {}
         self.outputs: dict[int, Tensor] = {}
+        # Norms and biases that differ from the source's, under their full names.
+        self.folded: dict[str, Tensor] = {}
+        # What the shards share while they look for scales (`tasks.scaled_shard.LayerScaling`).
+        self.scaling: Any = None
         self.prepared: Prepared | None = None
-        self.units: dict[int, QuantizedRows] = {}
+        self.units: dict[int, UnitRows] = {}
         # Why error feedback diverged, by unit.
         self.diverged: dict[int, str] = {}
         self._barrier = threading.Barrier(self.device_count)
@@ -123,7 +127,8 @@ class LayerWork:
             reason = self.diverged[min(self.diverged)]
             self.outcomes[subset] = replace(self.outcomes[subset], method="rtn", fallback=reason)
             self.diverged.clear()
-        stacked = QuantizedRows.concatenate([self.units[unit] for unit in sorted(self.units)])
+        parts = [self.units[unit] for unit in sorted(self.units)]
+        stacked = parts[0].concatenate(parts)
         start = 0
         for name, count in zip(subset, rows, strict=True):
             self.keep(name, stacked.rows(start, start + count))
@@ -144,16 +149,18 @@ class LayerWork:
 @task(name="quantize-shard", task_run_name="layer {layer} device {device}", persist_result=False, cache_policy=NO_CACHE)
 def quantize_shard(layer: int, device: int) -> int:
     """Do the share of the device in this slot of the layer in work; the number of modules that the layer has finished."""
+    from tasks.scaled_shard import ScaledShard  # which is built on what is here
+
     run = running.current()
     work = run.work
     with work.guarded(device), torch.no_grad():
         # Thread by thread: OpenMP keeps the number of the thread that asks.
         torch.set_num_threads(run.cpu_threads)
-        _Shard(work, work.slots.index(device)).go()
+        (ScaledShard if run.scheme.scales_layers else Shard)(work, work.slots.index(device)).go()
     return len(work.quantized)
 
 
-class _Shard:
+class Shard:
     """The share of one device: its module, its batches, its rows."""
 
     def __init__(self, work: LayerWork, number: int) -> None:
@@ -163,20 +170,20 @@ class _Shard:
         self.device = work.devices[work.slots[number]].torch_device
         self.dtype = self.run.decoder.compute_dtype(self.device)
         self.lanes = lane_batches(len(self.run.hidden))
+        self.subsets = self.run.decoder.subsets(work.layer)
+        self.shapes = self.run.decoder.linear_shapes(work.layer)
         self.batches = [(lane, batch) for lane in range(number, LANES, work.device_count) for batch in self.lanes[lane]]
 
     def go(self) -> None:
         decoder, scheme = self.run.decoder, self.run.scheme
         if not scheme.needs_activations:
-            self._quantize_modules(decoder.subsets)
+            self._quantize_modules(self.subsets)
             return
         module = decoder.materialise(self.work.layer, self.device, self.dtype)
         if self.number == 0:
             self._check_weights(module)
-        # One by one: a batch's mask and rotary tables live no longer than its forward needs them.
-        calls = (self._call(batch) for _, batch in self.batches)
-        with StagedForward(module, decoder.subsets, calls) as staged:
-            for subset in decoder.subsets:
+        with StagedForward(module, self.subsets, self._calls()) as staged:
+            for subset in self.subsets:
                 self._sum_up(staged, subset)
                 self.work.meet()
                 if self.number == 0:
@@ -186,8 +193,18 @@ class _Shard:
                     self._quantize_stacked(module, subset)
                 else:
                     self._quantize_modules((subset,))
-            for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
-                self.work.outputs[batch] = self._rounded(hidden)
+                    if scheme.replaces_weights:
+                        self._replace_weights(module, subset)
+            self._hand_on(staged)
+
+    def _calls(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
+        """One by one: a batch's mask and rotary tables live no longer than its forward needs them."""
+        return (self._call(batch) for _, batch in self.batches)
+
+    def _hand_on(self, staged: StagedForward) -> None:
+        """Run this device's batches to their end, for the next layer."""
+        for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
+            self.work.outputs[batch] = self._rounded(hidden)
 
     def _call(self, batch: int) -> tuple[Tensor, dict[str, object]]:
         """A batch's hidden states on this device and the other arguments of the layer."""
@@ -213,7 +230,7 @@ class _Shard:
         return rounded
 
     def _sum_up(self, staged: StagedForward, subset: tuple[str, ...]) -> None:
-        features = self.run.decoder.linear_shapes[subset[0]][1]
+        features = self.shapes[subset[0]][1]
         sums: dict[int, Statistic] = {}
         lane_before = None
         for call, x_BTK in staged.advance(subset):
@@ -250,7 +267,7 @@ class _Shard:
     def _quantize_stacked(self, module: nn.Module, subset: tuple[str, ...]) -> None:
         """Quantize this device's units of the subset, then put what a loader will see into this device's module."""
         work = self.work
-        weights = {name: _weight(module, name) for name in subset}
+        weights = {name: weight_of(module, name) for name in subset}
         self._quantize_units(list(weights.values()), self._state_here())
         work.meet()
         if work.diverged:
@@ -262,13 +279,12 @@ class _Shard:
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
         work.meet()
         for name, weight in weights.items():
-            rows = work.quantized[name]
-            assert isinstance(rows, QuantizedRows)
+            rows: Any = work.quantized[name]  # cut from `UnitRows`
             weight.data.copy_(rows.dequantize())
 
     def _quantize_units(self, weights: list[Tensor], state: Any) -> None:
         for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
-            weight_NK = _rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
+            weight_NK = rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
             try:
                 self.work.units[unit] = self.run.scheme.quantize_unit(weight_NK, state)
             except HessianError as error:
@@ -277,8 +293,7 @@ class _Shard:
     def _quantize_modules(self, subsets: tuple[tuple[str, ...], ...]) -> None:
         """Quantize this device's share of whole modules, each from the source's own weights."""
         work, state = self.work, self._state_here()
-        shapes = self.run.decoder.linear_shapes
-        costs = {name: shapes[name][0] * shapes[name][1] for subset in subsets for name in subset}
+        costs = {name: self.shapes[name][0] * self.shapes[name][1] for subset in subsets for name in subset}
         for name in shares(costs, work.device_count)[self.number]:
             work.check()
             full = self._full(name)
@@ -295,11 +310,17 @@ class _Shard:
                 work.outcomes.setdefault(subset, self.run.scheme.prepare(None, 0, self._full(subset[0])))
         work.meet()
 
+    def _replace_weights(self, module: nn.Module, subset: tuple[str, ...]) -> None:
+        """Put what a loader will see into this device's module."""
+        for name in subset:
+            rows: Any = self.work.quantized[name]
+            weight_of(module, name).data.copy_(rows.dequantize())
+
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""
-        for name in self.run.decoder.linear_shapes:
+        for name in self.shapes:
             try:
-                self.run.scheme.check(_weight(module, name))
+                self.run.scheme.check(weight_of(module, name))
             except WeightError as error:
                 raise WeightError(f"`{self._full(name)}`: {error}") from error
 
@@ -307,13 +328,14 @@ class _Shard:
         return f"{self.run.decoder.layer_name(self.work.layer)}.{name}"
 
 
-def _weight(module: nn.Module, name: str) -> Tensor:
+def weight_of(module: nn.Module, name: str) -> Tensor:
+    """The weight [N, K] of a linear of the layer, by its name within it."""
     linear = module.get_submodule(name)
     assert isinstance(linear, nn.Linear)
     return linear.weight
 
 
-def _rows_of(weights: list[Tensor], start: int, stop: int) -> Tensor:
+def rows_of(weights: list[Tensor], start: int, stop: int) -> Tensor:
     """Rows `start` to `stop` of the weights stacked on each other, without stacking them all."""
     pieces, offset = [], 0
     for weight in weights:

@@ -21,6 +21,7 @@ class ModuleReport(_Record):
     tokens: int = Field(0, description="Calibration tokens that reached it.")
     damp_percent: float | None = Field(None, description="Damping that its Hessian needed.")
     fallback: str | None = Field(None, description="Why it was rounded to nearest instead.")
+    unscaled: str | None = Field(None, description="Why its input channels could not be scaled, where they should be.")
 
 
 class LayerReceipt(_Record):

@@ -97,7 +97,7 @@ class Run:
     @cached_property
     def scheme(self) -> schemes.Scheme:
         """How the job's method is carried out on its source."""
-        return schemes.scheme_of(self.job.quantization, self.source)
+        return schemes.scheme_of(self.job.quantization, self.source, self.job.seed)
 
     def calibration_batch(self, number: int) -> Batch:
         assert self.calibration is not None

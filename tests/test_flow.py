@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.flow_engine import run_flow
 from prefect.states import Pending
@@ -21,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_store import session
 from checkpoint_store.errors import CheckpointStopped, StorageFull, StoreLocked
+from checkpoint_store.published import Generation
 from checkpoint_store.store import CheckpointStore
 from flows import stopping
 from flows.quantize_model import LayerFailed, quantize_model
@@ -179,6 +182,51 @@ def test_an_event_that_cannot_be_sent_is_a_warning_and_the_run_goes_on(
     assert quantize_model(tiny_job(model, tmp_path)).status == "done"
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any("prefect-quantize.checkpoint.published was not sent: no events today" in line for line in warnings)
+
+
+def test_a_generation_is_written_while_the_next_layer_is_computed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were it written first, the publish of the first layer would wait here for ever."""
+    publish, begin_layer = CheckpointStore.publish, running.Run.begin_layer
+    second_layer_began = threading.Event()
+
+    def waiting_publish(*args: Any) -> Generation:
+        assert second_layer_began.wait(60)
+        return publish(*args)
+
+    def telling_begin(self: running.Run, index: int) -> None:
+        begin_layer(self, index)
+        if index == 1:
+            second_layer_began.set()
+
+    monkeypatch.setattr(CheckpointStore, "publish", waiting_publish)
+    monkeypatch.setattr(running.Run, "begin_layer", telling_begin)
+    events: list[tuple[str, Any]] = []
+    monkeypatch.setattr(telemetry, "emit_event", lambda event, **_: events.append((event, FlowRunContext.get())))
+    assert quantize_model(tiny_job(model, tmp_path)).status == "done"
+    assert len(events) == LAYERS and all(run is not None for _, run in events), "an event lost the run it belongs to"
+
+
+def test_a_publish_that_fails_while_a_layer_is_computed_ends_the_run_with_its_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = CheckpointStore.publish
+    published: list[int] = []
+
+    def failing_publish(self: CheckpointStore, identity: Any, cursor: int, *rest: Any) -> Generation:
+        if cursor == 2:
+            raise StorageFull("no space for the second layer")
+        published.append(cursor)
+        return publish(self, identity, cursor, *rest)
+
+    job = tiny_job(model, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointStore, "publish", failing_publish)
+        with pytest.raises(StorageFull, match="second layer"):
+            quantize_model(job)
+    assert published == [1] and not Path(job.output).exists()
+    assert quantize_model(job).resumed_from == 1
 
 
 def test_events_name_what_happened_to_the_checkpoint(

@@ -85,7 +85,7 @@ def test_all_problems_come_in_one_list(own_model, tmp_path):
     )
     for part in (
         "model.safetensors.index.json",
-        "'mamba'; supported are: llama",
+        "'mamba'; supported are: apertus, ",
         "calibration file",
         "cuda:99",
         "emptied at a restart",
@@ -98,7 +98,7 @@ def test_all_problems_come_in_one_list(own_model, tmp_path):
 def test_an_unsupported_family_is_named_with_the_supported_ones(own_model, tmp_path):
     config = json.loads((own_model / "config.json").read_text())
     (own_model / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    assert "'gpt2'; supported are: llama" in problem_of(own_model, tmp_path)
+    assert "'gpt2'; supported are: apertus, " in problem_of(own_model, tmp_path)
 
 
 def test_a_source_without_safetensors_is_told(tmp_path):
@@ -333,6 +333,7 @@ SIZED: list[Quantization] = [
     for sym in (True, False)
     if checkpoint_format == "gptq" or bits in (4, 8)
 ]
+SIZED += [RTNConfig(group_size=size, sym=False, checkpoint_format="awq") for size in (32, -1)]
 SIZED += [FP8Config(granularity=granularity) for granularity in ("tensor", "row", "block")]
 SIZED += [FP8Config(granularity="block", checkpoint_format="fp8"), BitsAndBytesConfig(quant_type="int8")]
 # Some of their bytes are JSON with a number of any length in it.
