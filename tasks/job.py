@@ -312,7 +312,7 @@ class EXL3Config(_Quantization):
 # Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
 # the same and more.
 Quantization = Annotated[
-    RTNConfig | GPTQConfig | AWQConfig | QQQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
+    RTNConfig | QQQConfig | GPTQConfig | AWQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
     Field(discriminator="method"),
 ]
 
