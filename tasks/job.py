@@ -177,7 +177,7 @@ class AWQConfig(_Quantization):
     # The search over clipped ranges below looks at the inputs; the grid's own, which doesn't, is for other methods.
     mse: ClassVar[float] = 0.0
 
-    method: Literal["awq"] = "awq"
+    method: Literal["awq"] = Field("awq", description="AWQ, which needs calibration data.")
     bits: Literal[4, 8] = Field(4, description="Code width; layout awq holds 4.")
     group_size: Annotated[int, Field(ge=-1)] = Field(
         128, description="Input columns per scale; -1 is one scale per output channel."
@@ -295,7 +295,7 @@ class GGUFConfig(_Quantization):
 class EXL3Config(_Quantization):
     """EXL3: weights made Gaussian by Hadamard matrices, then coded by a trellis (QTIP, arXiv 2406.11235)."""
 
-    method: Literal["exl3"] = "exl3"
+    method: Literal["exl3"] = Field("exl3", description="EXL3's trellis codes.")
     bits: float = Field(
         3.0,
         ge=2.0,
@@ -318,7 +318,7 @@ class EXL3Config(_Quantization):
 # Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
 # the same and more.
 Quantization = Annotated[
-    RTNConfig | GPTQConfig | AWQConfig | QQQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
+    RTNConfig | QQQConfig | GPTQConfig | AWQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
     Field(discriminator="method"),
 ]
 
