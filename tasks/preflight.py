@@ -125,7 +125,7 @@ class _Findings:
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(N, K) by name within a layer; of a source that makes no decoder, what its headers tell of matrices."""
         if self.decoder is not None:
-            return self.decoder.linear_shapes
+            return {kind.name: (kind.out_features, kind.in_features) for kind in self.decoder.linear_kinds}
         found = {}
         for name, info in (self.source.tensors if self.source is not None else {}).items():
             match = LAYER_WEIGHT.fullmatch(name)
@@ -157,7 +157,7 @@ class _Findings:
             for layer in range(self.decoder.layer_count)
             for name in self.decoder.layer_tensor_names(layer)
             if name.removeprefix(f"{self.decoder.layer_name(layer)}.").rpartition(".")[0]
-            not in self.decoder.linear_shapes
+            not in self.decoder.linear_shapes(layer)
         )
         outer_after = scheme.other_bytes(self.decoder.outer_tensor_names)
         layers_after = sum(kind.bytes_after for kind in modules) + carried_after
@@ -184,15 +184,13 @@ class _Findings:
 
     def _modules(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[ModuleKind]:
         """Bytes as they are stored, the bias with its weight."""
-        layers = range(decoder.layer_count)
-        for name, (out_features, in_features) in decoder.linear_shapes.items():
+        for kind in decoder.linear_kinds:
             before = after = 0
-            for layer in layers:
-                full = f"{decoder.layer_name(layer)}.{name}"
+            for full in kind.modules:
                 bias = source.tensors.get(f"{full}.bias")
                 before += source.tensors[f"{full}.weight"].size_bytes + (bias.size_bytes if bias is not None else 0)
                 after += scheme.module_bytes(full)
-            yield ModuleKind(name, out_features, in_features, len(layers), before, after)
+            yield ModuleKind(kind.name, kind.out_features, kind.in_features, len(kind.modules), before, after)
 
     def _calibration_bound(self) -> tuple[int, int]:
         """Samples and tokens at most, padding included, as far as can be told without reading the data."""
@@ -234,13 +232,14 @@ class _Findings:
             sum(prod(skeleton[name].shape) for name in decoder.layer_tensor_names(i)) * itemsize
             for i in range(decoder.layer_count)
         )
-        widths = [decoder.linear_shapes[subset[0]][1] for subset in decoder.subsets]
-        widest = max(widths)
-        statistics = scheme.statistics_bytes(widths)
+        kinds = decoder.layers_of_each_kind
+        widths = [[decoder.linear_shapes(i)[subset[0]][1] for subset in decoder.subsets(i)] for i in kinds]
+        widest = max(map(max, widths))
+        statistics = max(map(scheme.statistics_bytes, widths))
         hidden_size = decoder.config.hidden_size
         # The residual and the input of the last linear of every batch, in the dtype that is computed in.
         activations = tokens * (hidden_size + widest) * itemsize
-        codes = sum(n * k for n, k in decoder.linear_shapes.values())
+        codes = max(sum(n * k for n, k in decoder.linear_shapes(i).values()) for i in decoder.layers_of_each_kind)
         between_layers = 2 * tokens * hidden_size * decoder.source_dtype.itemsize
         slots = len(pool.devices)
         on_device = layer + statistics + activations // slots

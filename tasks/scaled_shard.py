@@ -46,10 +46,10 @@ class ScaledShard(Shard):
             work.scaling = LayerScaling(decoder.folding(work.layer))
         work.meet()
         self._observe(module)
-        for subset in decoder.subsets:
+        for subset in self.subsets:
             self._choose(module, subset)
         work.meet()
-        for subset in decoder.subsets:
+        for subset in self.subsets:
             self._quantize_scaled(module, subset)
         parameters = dict(module.named_parameters())
         for full, tensor in work.folded.items():
@@ -70,8 +70,8 @@ class ScaledShard(Shard):
 
     def _observe(self, module: nn.Module) -> None:
         """The moments of every subset's input, from the layer as the source has it."""
-        with StagedForward(module, self.run.decoder.subsets, self._calls()) as staged:
-            for subset in self.run.decoder.subsets:
+        with StagedForward(module, self.subsets, self._calls()) as staged:
+            for subset in self.subsets:
                 self._sum_up(staged, subset)
                 self.work.meet()
                 if self.number == 0:

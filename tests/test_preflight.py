@@ -87,7 +87,7 @@ def test_all_problems_come_in_one_list(own_model, tmp_path):
     )
     for part in (
         "model.safetensors.index.json",
-        "'mamba'; supported are: llama",
+        "'mamba'; supported are: apertus, ",
         "calibration file",
         "cuda:99",
         "emptied at a restart",
@@ -100,7 +100,7 @@ def test_all_problems_come_in_one_list(own_model, tmp_path):
 def test_an_unsupported_family_is_named_with_the_supported_ones(own_model, tmp_path):
     config = json.loads((own_model / "config.json").read_text())
     (own_model / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    assert "'gpt2'; supported are: llama" in problem_of(own_model, tmp_path)
+    assert "'gpt2'; supported are: apertus, " in problem_of(own_model, tmp_path)
 
 
 def test_a_source_without_safetensors_is_told(tmp_path):

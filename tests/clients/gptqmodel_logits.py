@@ -1,4 +1,4 @@
-"""Loads gptq and awq exports as their users do and writes what came out. Runs in the client environment, imports nothing of ours.
+"""Loads exports as their users do and writes what came out. Runs in the client environment, imports nothing of ours.
 
     python gptqmodel_logits.py REQUEST.json
 
@@ -21,16 +21,18 @@ from gptqmodel import BACKEND, GPTQModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
+# The kernels that every CPU has; `auto` picks one by the CPU's instructions and may compile it first.
+BACKENDS = {"gptq": BACKEND.GPTQ_TORCH, "awq": BACKEND.AWQ_TORCH, "qqq": BACKEND.QQQ_TORCH}
+
 
 def load(loader: str, directory: str):
     """The model and what its loader says of missing and unexpected keys."""
-    described = json.loads((Path(directory) / "quantize_config.json").read_text())
-    is_awq = described["quant_method"] == "awq"
-    # The kernel that every CPU has; `auto` picks one by the CPU's instructions and may compile it first.
+    described = json.loads((Path(directory) / "config.json").read_text())["quantization_config"]
+    method = described["quant_method"]
     if loader == "gptqmodel":
-        backend = BACKEND.AWQ_TORCH if is_awq else BACKEND.GPTQ_TORCH
-        return GPTQModel.load(directory, backend=backend, device="cpu", dtype=torch.float16).model, {}
+        return GPTQModel.load(directory, backend=BACKENDS[method], device="cpu", dtype=torch.float16).model, {}
     # Only the backend is taken from here.
+    is_awq = method == "awq"
     chosen = AwqConfig(backend="torch_awq") if is_awq else GPTQConfig(bits=described["bits"], backend="gptq_torch")
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, quantization_config=chosen, output_loading_info=True
