@@ -6,10 +6,11 @@ Reached through `current()`, never by importing the session itself: a flow that 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from checkpoint_store.config import CheckpointConfig
 from checkpoint_store.differences import differences
@@ -21,10 +22,10 @@ from checkpoint_store.errors import (
     IdentityMismatch,
 )
 from checkpoint_store.objects import BytesPayload, ObjectRef, Payload
-from checkpoint_store.published import Generation, Pinned
+from checkpoint_store.published import Pinned
 from checkpoint_store.store import CheckpointStore
 
-LAYER, RECORD, CONTINUATION = "layer", "record", "continuation"
+LAYER, ADAPTER, RECORD, CONTINUATION = "layer", "adapter", "record", "continuation"
 
 logger = getLogger(__name__)
 
@@ -59,6 +60,7 @@ class CheckpointSession:
         config: CheckpointConfig,
         identity: dict[str, Any],
         layer_count: int,
+        layer_roles: Sequence[str],
         on_event: Callable[[CheckpointEvent], None],
     ) -> None:
         self.root = store.path
@@ -66,12 +68,13 @@ class CheckpointSession:
         self._config = config
         self._identity = identity
         self._layer_count = layer_count
+        self._layer_roles = tuple(layer_roles)
         self._on_event = on_event
         self._pinned: Pinned | None = None
         self._published: dict[tuple[str, str], ObjectRef] = {}
         self._staged: dict[tuple[str, str], ObjectRef] = {}
         self._publisher: ThreadPoolExecutor | None = None
-        self._pending: Future[Generation] | None = None
+        self._pending: Future[None] | None = None
 
     @classmethod
     def open(
@@ -81,12 +84,15 @@ class CheckpointSession:
         identity: dict[str, Any],
         *,
         layer_count: int,
+        layer_roles: Sequence[str] = (LAYER,),
         run_id: str | None = None,
         is_retry: bool = False,
         ignore: Ignore | None = None,
         on_event: Callable[[CheckpointEvent], None] = lambda event: None,
     ) -> "CheckpointSession":
         """Lock the root, choose by `config.resume` whether to start or to go on, and verify what is gone on from.
+
+        `layer_roles` are the objects that every finished layer has.
 
         A retry means `auto`, except that a run that asked for `never` goes on only from its own progress. Raises
         StoreLocked, CheckpointMissing, CheckpointExists, IdentityMismatch (every differing leaf with both values;
@@ -108,7 +114,7 @@ class CheckpointSession:
             try:
                 if config.resume == "never":
                     _refuse_progress(store, run_id if is_retry else None)
-                session = cls(store, config, identity, layer_count, on_event)
+                session = cls(store, config, identity, layer_count, layer_roles, on_event)
                 session._restore(ignore)
             except BaseException:
                 store.close()
@@ -198,9 +204,9 @@ class CheckpointSession:
                 f"`prefect-quantize verify {self.root}`. Running the layer again would hide the damage"
             )
 
-    def layer_objects(self) -> list[ObjectRef]:
+    def layer_objects(self, role: str = LAYER) -> list[ObjectRef]:
         """The objects of all published layers, in the order of their layers."""
-        return [ref for ref in self._published.values() if ref.role == LAYER]
+        return [ref for ref in self._published.values() if ref.role == role]
 
     def path_of(self, ref: ObjectRef) -> Path:
         return self._store.path_of(ref)
@@ -211,9 +217,9 @@ class CheckpointSession:
 
     # What is added ---------------------------------------------------------------------------------------------------
 
-    def stage_layer(self, layer_name: str, payload: Payload) -> ObjectRef:
+    def stage_layer(self, layer_name: str, payload: Payload, role: str = LAYER) -> ObjectRef:
         """Write a finished layer's object; a later `publish` makes it part of a generation."""
-        return self._stage(LAYER, layer_name, payload)
+        return self._stage(role, layer_name, payload)
 
     def stage_record(self, key: str, data: bytes) -> ObjectRef:
         return self._stage(RECORD, key, BytesPayload(data))
@@ -229,57 +235,33 @@ class CheckpointSession:
         """Whether a generation is to be published after so many finished layers."""
         return finished % self._config.interval_layers == 0 or finished == self._layer_count
 
-    @overload
     def publish(
         self,
         finished: int,
         layer_names: Sequence[str],
         record_keys: Sequence[str],
         continuation: Sequence[Payload],
-        *,
-        wait: Literal[True] = True,
-    ) -> Generation: ...
-
-    @overload
-    def publish(
-        self,
-        finished: int,
-        layer_names: Sequence[str],
-        record_keys: Sequence[str],
-        continuation: Sequence[Payload],
-        *,
-        wait: bool,
-    ) -> Generation | None: ...
-
-    def publish(
-        self,
-        finished: int,
-        layer_names: Sequence[str],
-        record_keys: Sequence[str],
-        continuation: Sequence[Payload],
-        *,
-        wait: bool = True,
-    ) -> Generation | None:
+    ) -> None:
         """Publish all `finished` layers: their objects and records by name, and the next layer's inputs.
 
         Names are those of every finished layer, not only of the new ones. Raises CheckpointError, naming them, when
         some are neither staged nor published: a write was lost on the way here.
 
-        With `wait=False` the writing overlaps what the caller does next, which must leave the memory of `continuation`
-        alone. One publish at a time is under way; its error is raised by the next `publish`, `drain` or `close`.
+        The writing overlaps what the caller does next, which must leave the memory of `continuation` alone. One publish
+        at a time is under way; its error is raised by the next `publish`, `drain` or `close`. What was published is
+        durable when `drain` returns.
         """
         self.drain()
         if len(set(layer_names)) < finished:
             raise CheckpointError(
                 f"{finished} layers are finished and only {len(set(layer_names))} are to be published"
             )
-        refs = self._expected([*((LAYER, name) for name in layer_names), *((RECORD, key) for key in record_keys)])
-        if wait:
-            return self._publish(finished, refs, continuation)
+        of_layers = [(role, name) for role in self._layer_roles for name in layer_names]
+        refs = self._expected([*of_layers, *((RECORD, key) for key in record_keys)])
         if self._publisher is None:
             self._publisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-publish")
-        self._pending = self._publisher.submit(self._publish, finished, refs, continuation)
-        return None
+        # In the caller's context: what listens to events may ask which run they belong to.
+        self._pending = self._publisher.submit(copy_context().run, self._publish, finished, refs, continuation)
 
     def _expected(self, names: Iterable[tuple[str, str]]) -> list[ObjectRef]:
         found = {name: self._staged.get(name) or self._published.get(name) for name in names}
@@ -291,7 +273,7 @@ class CheckpointSession:
             )
         return [ref for ref in found.values() if ref is not None]
 
-    def _publish(self, finished: int, refs: list[ObjectRef], continuation: Sequence[Payload]) -> Generation:
+    def _publish(self, finished: int, refs: list[ObjectRef], continuation: Sequence[Payload]) -> None:
         with self._telling_failures():
             chunks = [
                 self._store.stage(CONTINUATION, f"hidden.{index:05d}", payload)
@@ -301,7 +283,6 @@ class CheckpointSession:
         self._published = {(ref.role, ref.key): ref for ref in generation.objects}
         detail = {"generation": generation.gen, "cursor": finished, "layer_count": self._layer_count}
         self._on_event(CheckpointEvent("commit", {**detail, "bytes_written": self._store.counters.bytes_written}))
-        return generation
 
     def drain(self) -> None:
         """Wait for a publish that is under way; raise its error."""

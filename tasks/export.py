@@ -12,12 +12,15 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from torch import Tensor
 
 from checkpoint_store.errors import StorageFull
+from checkpoint_store.session import ADAPTER
 from checkpoint_store.tensors import tensors_from
 from tasks import running
 from tasks.export_gguf import add_gguf
-from tasks.output_directory import INDEX_FILE, Export, foreign_names, json_bytes, remove_leftovers
+from tasks.formats import peft
+from tasks.output_directory import INDEX_FILE, Export, OutputTaken, foreign_names, json_bytes, remove_leftovers
 from tasks.places import copied_files
 from tasks.report import Report
 
@@ -56,10 +59,7 @@ def export_model(model: str) -> Report:
         for name in remove_leftovers(run.output):
             run.logger.warning("removed `%s`, which a run that died had left at the output", name)
         if names := foreign_names(run.output):  # again: hours have passed since the start of the run
-            raise ValueError(
-                f"output {run.output} has been filled by somebody else meanwhile ({', '.join(names[:3])}); all layers are "
-                f"published at {run.root}: move these files away or name another output, and run again"
-            )
+            raise OutputTaken(f"{run.output} has been filled by somebody else meanwhile ({', '.join(names[:3])})")
         with Export(run.output) as export:
             size = add_gguf(run, export) if run.scheme.is_one_file else _add_model(run, export)
             _add_copies(run, export)
@@ -70,6 +70,11 @@ def export_model(model: str) -> Report:
                 calibration=run.calibration_summary,
             )  # fmt: skip
             export.finish({**report.published(), "cpu_threads": run.cpu_threads})
+    except OutputTaken as error:
+        raise OutputTaken(
+            f"output {error}; all layers are published at {run.root}: move these files away or name another output, and "
+            f"run again, only the export is repeated"
+        ) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(
@@ -97,7 +102,17 @@ def _add_model(run: running.Run, export: Export) -> int:
     export.add_tensors(files[-1], outer)
     export.add_bytes(INDEX_FILE, index_of(held, size))
     _add_descriptions(run, export)
+    if run.job.adapter is not None:
+        _add_adapter(run, run.job.adapter.rank, export)
     return size
+
+
+def _add_adapter(run: running.Run, rank: int, export: Export) -> None:
+    tensors: dict[str, Tensor] = {}
+    for ref in run.session.layer_objects(ADAPTER):
+        tensors |= tensors_from(run.session.view(ref))
+    export.add_tensors(peft.TENSORS_FILE, tensors)
+    export.add_bytes(peft.CONFIG_FILE, json_bytes(peft.adapter_config(rank, tensors)))
 
 
 def outer_names(run: running.Run) -> list[str]:
@@ -111,8 +126,10 @@ def outer_names(run: running.Run) -> list[str]:
 def _add_descriptions(run: running.Run, export: Export) -> None:
     described = run.scheme.quantization_config()
     export.add_bytes("config.json", config_of(run.source.config, described))
-    if described["quant_method"] == "gptq":  # its family's own programs read this file
+    if described["quant_method"] in ("gptq", "awq", "qqq"):  # their families' own programs read this file
         export.add_bytes("quantize_config.json", json_bytes(described))
+    if described["quant_method"] == "exl3":  # as exllamav3 writes it
+        export.add_bytes("quantization_config.json", json_bytes(described))
 
 
 def _add_copies(run: running.Run, export: Export) -> None:

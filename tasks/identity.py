@@ -25,11 +25,21 @@ import xxhash
 from checkpoint_store.session import peek_identity
 from tasks.calibration import CalibrationSet
 from tasks.devices import DevicePool
-from tasks.execution_plan import FORWARD_REVISION, LANES, LAYOUT_REVISIONS, METHOD_REVISIONS, UNIT_ROWS
-from tasks.job import GPTQConfig, QuantizationJob, RTNConfig
+from tasks.execution_plan import (
+    ADAPTER_REVISIONS,
+    FORWARD_REVISION,
+    LANES,
+    LAYOUT_REVISIONS,
+    METHOD_REVISIONS,
+    UNIT_ROWS,
+)
+from tasks.job import AWQConfig, GPTQConfig, QQQConfig, QuantizationJob, RTNConfig
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
 from tasks.schemes import layout_name, packages, scheme_of
+
+# Methods whose layouts hold codes in 32-bit words.
+PACKED_IN_WORDS = GPTQConfig | RTNConfig | AWQConfig | QQQConfig
 
 AREAS = (
     "source",
@@ -74,7 +84,7 @@ def build(
         "packed_kernel": {
             "layout": (layout := layout_name(job.quantization)),
             "checkpoint_format": getattr(job.quantization, "checkpoint_format", None),
-            "pack_dtype": "int32" if isinstance(job.quantization, GPTQConfig | RTNConfig) else None,
+            "pack_dtype": "int32" if isinstance(job.quantization, PACKED_IN_WORDS) else None,
             "revision": LAYOUT_REVISIONS[layout],
         },
         "device_topology": {"count": len(pool.devices), "devices": pool.topology()},
@@ -87,7 +97,13 @@ def build(
         "execution_plan": {
             "seed": job.seed,
             "layer_count": decoder.layer_count,
-            "subsets": decoder.subsets,
+            "subsets": [
+                {
+                    "layers": [i for i, first in enumerate(decoder.kinds) if first == kind],
+                    "linears": decoder.subsets(kind),
+                }
+                for kind in decoder.layers_of_each_kind
+            ],
             "lanes": LANES,
             "unit_rows": UNIT_ROWS,
             "attention": decoder.config._attn_implementation,
@@ -98,12 +114,19 @@ def build(
             "cpu_threads": cpu_threads if on_cpu else None,
             "revision": FORWARD_REVISION,
         },
-        "adapter": None,
+        "adapter": _adapter(job, decoder),
     }
     assert tuple(areas) == AREAS
     # As it will be read back from a manifest: tuples are lists, nothing else than JSON is in it.
     identity: dict[str, Any] = json.loads(json.dumps(_finite(areas), allow_nan=False))
     return identity
+
+
+def _adapter(job: QuantizationJob, decoder: Decoder) -> dict[str, Any] | None:
+    if job.adapter is None:
+        return None
+    made = {"dtype": str(decoder.source_dtype), "revision": ADAPTER_REVISIONS[job.adapter.method]}
+    return {**job.adapter.model_dump(mode="json"), **made}
 
 
 def _summed_up(value: Any) -> Any:

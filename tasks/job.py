@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -21,12 +21,8 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "gptaq": ((False, None), "GPTAQ"),
     "foem": ((False, None), "FOEM"),
     "preprocessors": ((None, []), "quantization preprocessor chains"),
-    "adapter": ((None,), "adapters beside the quantized weights"),
     "offload_to_disk": ((True, None), "a checkpointed run that keeps everything in memory"),
 }
-
-
-CheckpointFormat = Literal["gptq", "gptq_v2", "compressed-tensors"]
 
 
 class _Frozen(BaseModel):
@@ -50,6 +46,9 @@ def _without_unsupported(data: Any) -> Any:
 class _Quantization(_Frozen):
     """What every quantization method has; options known elsewhere and not here are refused by their own name."""
 
+    # What the form in Prefect's UI writes on the buttons of the choice.
+    model_config = ConfigDict(model_title_generator=lambda model: model.__name__.removesuffix("Config"))
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
@@ -69,11 +68,6 @@ class _Grid(_Quantization):
         ge=0.0,
         allow_inf_nan=False,
         description="Exponent of the error that a search over shrunken grids minimises; 0 takes the full range.",
-    )
-    checkpoint_format: CheckpointFormat = Field(
-        "gptq",
-        description="Layout of the export: `gptq` stores zero points minus one, `gptq_v2` as they are; "
-        "`compressed-tensors` (4 and 8 bits) is what vLLM and transformers read without a package for GPTQ.",
     )
 
     @model_validator(mode="after")
@@ -110,6 +104,11 @@ class GPTQConfig(_Grid):
         allow_inf_nan=False,
         description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
     )
+    checkpoint_format: Literal["gptq", "gptq_v2", "compressed-tensors"] = Field(
+        "gptq",
+        description="Layout of the export: `gptq` stores zero points minus one, `gptq_v2` as they are; "
+        "`compressed-tensors` (4 and 8 bits) is what vLLM and transformers read without a package for GPTQ.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -125,10 +124,91 @@ class GPTQConfig(_Grid):
         return self
 
 
+class QQQConfig(_Quantization):
+    """QQQ: 4-bit codes that stand for 8-bit weights, for kernels that round activations to 8 bits (arXiv 2406.09904)."""
+
+    method: Literal["qqq"] = Field("qqq", description="QQQ, which needs calibration data.")
+    bits: Literal[4] = Field(4, description="Code width.")
+    group_size: Literal[-1, 128] = Field(
+        128, description="Input columns per scale; -1 is one scale per output channel."
+    )
+    mse: float = Field(
+        0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Exponent of the error that a search over shrunken grids minimises; 0 takes the full range.",
+    )
+    act_group_aware: bool = Field(
+        True,
+        description="Act-order inside and between whole groups, undone at the end: loads as fast as without. "
+        "Off where desc_act is asked for.",
+    )
+    block_size: int = Field(128, ge=1, description="Columns between lazy updates of the rest.")
+    damp_percent: float = Field(
+        0.005,
+        gt=0.0,
+        lt=1.0,
+        description="Share of the Hessian's mean diagonal added to it; raised when it won't factor.",
+    )
+    damp_increment: float = Field(
+        0.01, gt=0.0, lt=1.0, description="First step by which damping is raised; it doubles."
+    )
+    fallback_tokens: float = Field(
+        0.005,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
+    )
+
+
 class RTNConfig(_Grid):
     """Round to nearest: no calibration, no chain between layers."""
 
     method: Literal["rtn"] = Field("rtn", description="Round to nearest, without calibration data.")
+    checkpoint_format: Literal["gptq", "gptq_v2", "compressed-tensors", "awq"] = Field(
+        "gptq",
+        description="Layout of the export, as for gptq; or `awq` (4 bits), the gemm layout of AWQ.",
+    )
+
+
+class AWQConfig(_Quantization):
+    """AWQ: input channels that matter are scaled up before rounding, what precedes them down (arXiv 2306.00978)."""
+
+    # The search over clipped ranges below looks at the inputs; the grid's own, which doesn't, is for other methods.
+    mse: ClassVar[float] = 0.0
+
+    method: Literal["awq"] = "awq"
+    bits: Literal[4, 8] = Field(4, description="Code width; layout awq holds 4.")
+    group_size: Annotated[int, Field(ge=-1)] = Field(
+        128, description="Input columns per scale; -1 is one scale per output channel."
+    )
+    sym: bool = Field(False, description="Symmetric grid around zero; otherwise each group has its own zero point.")
+    n_grid: int = Field(20, ge=1, description="Exponents from 0 to 1 that the search for channel scales tries.")
+    duo_scaling: bool = Field(
+        True, description="Try scales that are divided by the weights' magnitude too, not the inputs' alone."
+    )
+    apply_clip: bool = Field(
+        True, description="Clip each group of weights to the range with the least error of the output."
+    )
+    fallback_tokens: float = Field(
+        0.005,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
+    )
+    checkpoint_format: Literal["awq", "compressed-tensors"] = Field(
+        "awq", description="Layout of the export: `awq` (gemm), or `compressed-tensors` (4 and 8 bits)."
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_layout(self) -> "AWQConfig":
+        if self.group_size == 0:
+            raise ValueError("group_size 0 is not a size; use -1 for one scale per output channel")
+        if self.bits != 4 and self.checkpoint_format == "awq":
+            raise ValueError(
+                f"checkpoint_format `awq` holds 4 bits, not {self.bits}; use checkpoint_format `compressed-tensors`"
+            )
+        return self
 
 
 class FP8Config(_Quantization):
@@ -181,6 +261,13 @@ class BitsAndBytesConfig(_Quantization):
     )
 
 
+class EoRAConfig(_Frozen):
+    """A low-rank adapter beside the weights that takes back most of what quantization did (EoRA, arXiv 2410.21271)."""
+
+    method: Literal["eora"] = Field("eora", description="Low-rank adapter in peft's layout, beside the weights.")
+    rank: int = Field(32, ge=1, description="Columns of the adapter's matrices.")
+
+
 GGUFType = Literal[
     "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_0", "q4_k_s", "q4_k_m", "q5_0", "q5_k_s", "q5_k_m", "q6_k", "q8_0"
 ]  # fmt: skip
@@ -205,9 +292,40 @@ class GGUFConfig(_Quantization):
     )
 
 
+class EXL3Config(_Quantization):
+    """EXL3: weights made Gaussian by Hadamard matrices, then coded by a trellis (QTIP, arXiv 2406.11235)."""
+
+    method: Literal["exl3"] = "exl3"
+    bits: float = Field(
+        3.0,
+        ge=2.0,
+        le=8.0,
+        allow_inf_nan=False,
+        description="Mean bits per weight; between whole widths, some modules get the lower one and some the higher.",
+    )
+    codebook: Literal["mcg", "mul1", "3inst"] = Field(
+        "mcg", description="How values are computed from codes; 3inst is the first of exllamav3's, mcg its usual one."
+    )
+    out_scales: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether output channels get scales; `auto`: unless few input channels carry the activations.",
+    )
+    sigma_reg: float = Field(
+        0.025, gt=0.0, lt=1.0, description="Share of the Hessian's mean diagonal added to it before it is factored."
+    )
+
+
+# Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
+# the same and more.
 Quantization = Annotated[
-    GPTQConfig | RTNConfig | FP8Config | BitsAndBytesConfig | GGUFConfig, Field(discriminator="method")
+    RTNConfig | GPTQConfig | AWQConfig | QQQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
+    Field(discriminator="method"),
 ]
+
+
+def _as_choice(schema: dict[str, Any]) -> None:
+    """Prefect's UI offers the alternatives of `anyOf`; for `oneOf`, pydantic's word here, it shows a field for raw JSON."""
+    schema["anyOf"] = schema.pop("oneOf")
 
 
 def _plain_path(value: Any) -> Any:
@@ -317,7 +435,10 @@ class QuantizationJob(_Frozen):
     output: PathText = Field(
         description="Directory of the finished model; it must not exist, or hold this very job's export."
     )
-    quantization: Quantization = Field(default_factory=GPTQConfig, description="The method and its settings.")
+    quantization: Quantization = Field(
+        GPTQConfig(), description="The method and its settings.", json_schema_extra=_as_choice
+    )
+    adapter: EoRAConfig | None = Field(None, description="A low-rank adapter that is made beside the weights.")
     calibration: CalibrationConfig | None = Field(None, description="Needed by methods that look at activations.")
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="Where progress is kept, and what is done with what is there."

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from tasks import adapters
 from tasks.calibration import source_problems
 from tasks.calibration_sources import file_of
 from tasks.devices import DevicePool
+from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
 from tasks.models.decoder import SUPPORTED, Decoder, is_supported
 from tasks.models.source import SourceError, SourceModel
@@ -124,12 +126,15 @@ class _Findings:
     def look_at_shapes(self) -> None:
         """What the layout can't hold, and what it needs that is not installed."""
         if self.source is not None:
-            self.problems += scheme_of(self.job.quantization, self.source).problems(self._linear_shapes())
+            shapes = self._linear_shapes()
+            self.problems += scheme_of(self.job.quantization, self.source).problems(shapes)
+            if self.job.adapter is not None:
+                self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(N, K) by name within a layer; of a source that makes no decoder, what its headers tell of matrices."""
         if self.decoder is not None:
-            return self.decoder.linear_shapes
+            return {kind.name: (kind.out_features, kind.in_features) for kind in self.decoder.linear_kinds}
         found = {}
         for name, info in (self.source.tensors if self.source is not None else {}).items():
             match = LAYER_WEIGHT.fullmatch(name)
@@ -161,10 +166,11 @@ class _Findings:
             for layer in range(self.decoder.layer_count)
             for name in self.decoder.layer_tensor_names(layer)
             if name.removeprefix(f"{self.decoder.layer_name(layer)}.").rpartition(".")[0]
-            not in self.decoder.linear_shapes
+            not in self.decoder.linear_shapes(layer)
         )
         outer_after = scheme.other_bytes(self.decoder.outer_tensor_names)
-        layers_after = sum(kind.bytes_after for kind in modules) + carried_after
+        adapter = self._adapter_bytes(self.decoder)
+        layers_after = sum(kind.bytes_after for kind in modules) + carried_after + adapter
         try:
             written = scheme.written_bytes(layers_after, outer_after)
         except ValueError:  # no tokenizer that the file could hold, which is in `problems`
@@ -180,6 +186,7 @@ class _Findings:
             carried_bytes_after=carried_after,
             outer_bytes=outer,
             outer_bytes_after=outer_after,
+            adapter_bytes=adapter,
             tensor_table=scheme.tensor_table(),
             devices=tuple(str(device) for device in self.pool.devices),
             calibration_samples=samples,
@@ -187,20 +194,27 @@ class _Findings:
             continuation_bytes=continuation,
             spaces=tuple(self._spaces(self.root, layers_after, written, continuation)),
             memory=self._memory(self.decoder, scheme, self.pool, tokens),
-            notes=tuple(self._notes(self.source, scheme)),
+            notes=tuple(self._notes(self.source, self.decoder, scheme)),
         )
 
     def _modules(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[ModuleKind]:
         """Bytes as they are stored, the bias with its weight."""
-        layers = range(decoder.layer_count)
-        for name, (out_features, in_features) in decoder.linear_shapes.items():
+        for kind in decoder.linear_kinds:
             before = after = 0
-            for layer in layers:
-                full = f"{decoder.layer_name(layer)}.{name}"
+            for full in kind.modules:
                 bias = source.tensors.get(f"{full}.bias")
                 before += source.tensors[f"{full}.weight"].size_bytes + (bias.size_bytes if bias is not None else 0)
                 after += scheme.module_bytes(full)
-            yield ModuleKind(name, out_features, in_features, len(layers), before, after)
+            yield ModuleKind(kind.name, kind.out_features, kind.in_features, len(kind.modules), before, after)
+
+    def _adapter_bytes(self, decoder: Decoder) -> int:
+        if self.job.adapter is None:
+            return 0
+        rank, itemsize = self.job.adapter.rank, decoder.source_dtype.itemsize
+        return sum(
+            peft.packed_bytes(kind.in_features, kind.out_features, rank, itemsize) * len(kind.modules)
+            for kind in decoder.linear_kinds
+        )
 
     def _calibration_bound(self) -> tuple[int, int]:
         """Samples and tokens at most, padding included, as far as can be told without reading the data."""
@@ -221,7 +235,7 @@ class _Findings:
 
     def _spaces(self, root: Path, layers: int, written: int, continuation: int) -> Iterator[DiskSpace]:
         assert self.decoder is not None
-        modules = len(self.decoder.linear_shapes) * self.decoder.layer_count
+        modules = sum(len(kind.modules) for kind in self.decoder.linear_kinds)
         # One generation more than is kept lies there while the newest is published; layers are shared by all.
         generations = self.job.checkpoint.keep_last + 1
         needed = layers + generations * continuation + modules * RECORD_BYTES_PER_MODULE
@@ -240,15 +254,19 @@ class _Findings:
             sum(prod(tensors[name].shape) for name in decoder.layer_tensor_names(i)) * itemsize
             for i in range(decoder.layer_count)
         )
-        shapes = decoder.linear_shapes.values()
-        widest = max(in_features for _, in_features in shapes)
-        statistics = scheme.statistic_bytes(widest)
+        kinds = decoder.layers_of_each_kind
+        widths = [[decoder.linear_shapes(i)[subset[0]][1] for subset in decoder.subsets(i)] for i in kinds]
+        widest = max(map(max, widths))
+        statistics = max(map(scheme.statistics_bytes, widths))
+        if self.job.adapter is not None:
+            statistics += adapters.root_bytes(widest)
         hidden_size = decoder.config.hidden_size
         # The residual and the input of the last linear of every batch, in the dtype that is computed in.
         activations = tokens * (hidden_size + widest) * itemsize
         between_layers = 2 * tokens * hidden_size * decoder.source_dtype.itemsize
         slots = len(pool.devices)
         # Whole modules: read in the source's dtype, the largest ones at the same time on as many devices.
+        shapes = [shape for i in kinds for shape in decoder.linear_shapes(i).values()]
         quantizing = sorted(
             (n * k * decoder.source_dtype.itemsize + scheme.working_bytes(n, k) for n, k in shapes), reverse=True
         )
@@ -258,7 +276,7 @@ class _Findings:
         least = loaded + statistics + quantizing[0]
         on_device = least + activations // slots
         # Codes of the whole layer, a byte each, and what they are packed into.
-        host = 2 * sum(n * k for n, k in shapes) + between_layers
+        host = 2 * max(sum(n * k for n, k in decoder.linear_shapes(i).values()) for i in kinds) + between_layers
         if device.type == "cpu":
             host += slots * loaded + statistics + activations + sum(quantizing[:slots])
         outer = decoder.outer_tensor_names
@@ -276,8 +294,9 @@ class _Findings:
             host_total_bytes=DevicePool.resolve(("cpu",)).devices[0].memory_bytes,
         )
 
-    def _notes(self, source: SourceModel, scheme: Scheme) -> Iterator[str]:
+    def _notes(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[str]:
         yield from scheme.notes()
+        yield from scheme.layer_notes(decoder)
         if self.job.calibration is not None and self.calibration is None:
             yield f"method `{self.job.quantization.method}` uses no calibration data; what is given is not read"
         context = source.config.get("max_position_embeddings")

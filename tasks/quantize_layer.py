@@ -4,7 +4,9 @@ The task's record in the checkpoint is what makes a finished layer show as Cache
 that it cannot read as one that is not there, and would run the layer again: the first line of the task refuses that.
 """
 
+import gc
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from prefect.states import State
 from torch import Tensor
 
 from checkpoint_store import session
+from checkpoint_store.objects import ObjectRef
 from checkpoint_store.tensors import safetensors_payload
 from tasks import running
 from tasks.quantize_shard import LayerWork, SiblingFailed, quantize_shard
@@ -39,14 +42,26 @@ def is_device_error(task: Any, task_run: Any, state: State) -> bool:
     try:
         state.result(raise_on_failure=True)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        # The frames that failed still hold the tensors that filled the device.
-        traceback.clear_frames(error.__traceback__)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_memory(error)
         return True
     except Exception:
         return False
     return False
+
+
+def _free_memory(error: BaseException) -> None:
+    """Let go of what the failed attempt holds, on every device, before the layer is repeated."""
+    # The frames that failed, of this error and of those that it was raised from, still hold what filled the device.
+    failed: BaseException | None = error
+    while failed is not None:
+        traceback.clear_frames(failed.__traceback__)
+        failed = failed.__cause__ or failed.__context__
+    running.current().work = None
+    gc.collect()  # tensors in cycles of an exception and its frames
+    if torch.cuda.is_available():
+        # A lost device answers with its own error again, and has no memory to give back.
+        with suppress(torch.AcceleratorError):
+            torch.cuda.empty_cache()
 
 
 @task(
@@ -65,19 +80,24 @@ def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> 
     run = running.current()
     run.begin_layer(layer)
     run.work = work = LayerWork(run, layer)
-    _run_shards(work, layer)
+    try:
+        _run_shards(work, layer)
+    except torch.AcceleratorError:
+        _leave_out_lost(run, work)
+        raise
     packed = pack(run, work)
     scan(packed, name)
     ref = session.current().stage_layer(name, safetensors_payload(packed))
+    adapter = _stage_adapter(work, name)
     running.return_freed_memory()
     run.replace_hidden([work.outputs[batch] for batch in range(len(run.hidden))])
-    return _receipt(run, work, key, ref.sha256, ref.size).model_dump(mode="json")
+    return _receipt(run, work, key, ref, adapter).model_dump(mode="json")
 
 
 def _run_shards(work: LayerWork, layer: int) -> None:
     """Start all shards and wait for them; the first real error of any of them, not the broken barrier of its siblings."""
     try:
-        shards: PrefectFutureList[int] = quantize_shard.map(unmapped(layer), list(range(work.device_count)))
+        shards: PrefectFutureList[int] = quantize_shard.map(unmapped(layer), work.slots)
         for shard in as_completed(list(shards), timeout=SHARD_TIMEOUT_SECONDS):
             shard.wait()  # it is done; this takes its state from the thread, where `state` alone asks the API
             if not shard.state.is_completed():
@@ -96,17 +116,30 @@ def _run_shards(work: LayerWork, layer: int) -> None:
         work.abort()  # a run that is given up here, or while shards are started, leaves none at work
 
 
+def _leave_out_lost(run: running.Run, work: LayerWork) -> None:
+    """Let the other devices of the pool take the work of the one that failed, when there are others."""
+    slot = work.failed_slot
+    if slot is not None and run.leave_out(slot):
+        run.logger.warning(
+            "device %d of the pool (%s) is lost and left out: %d of %d go on with layer %d; the next process tries it again",
+            slot, work.devices[slot], len(run.devices), len(run.pool.devices), work.layer + 1,
+        )  # fmt: skip
+
+
 def pack(run: running.Run, work: LayerWork) -> dict[str, Tensor]:
-    """The layer's tensors under their final names: packed linears, everything else as the source has it."""
+    """The layer's tensors under their final names: packed linears, everything else as the source has it or as folded."""
     prefix = run.decoder.layer_name(work.layer)
     carried = [
         tensor for tensor in run.decoder.layer_tensor_names(work.layer)
         if tensor.removeprefix(f"{prefix}.").rpartition(".")[0] not in work.quantized
     ]  # fmt: skip
-    packed = run.scheme.carry(run.source.load(carried))
+    changed = {name: tensor for name, tensor in work.folded.items() if name in carried}
+    packed = run.scheme.carry(run.source.load(carried) | changed)
     for module, rows in work.quantized.items():
         full = f"{prefix}.{module}"
-        bias = run.source.load([f"{full}.bias"])[f"{full}.bias"] if f"{full}.bias" in run.source.tensors else None
+        bias = work.folded.get(f"{full}.bias")
+        if bias is None and f"{full}.bias" in run.source.tensors:
+            bias = run.source.load([f"{full}.bias"])[f"{full}.bias"]
         packed |= run.scheme.pack(full, rows, bias)
     return packed
 
@@ -124,19 +157,34 @@ def scan(tensors: dict[str, Tensor], layer_name: str) -> None:
             )
 
 
-def _receipt(run: running.Run, work: LayerWork, key: str, sha256: str, size: int) -> LayerReceipt:
+def _stage_adapter(work: LayerWork, name: str) -> str | None:
+    """Stage the object of the layer's adapter; its digest, or None where none is made."""
+    if work.adapter is None:
+        return None
+    tensors = work.adapter.tensors(name)
+    scan(tensors, name)
+    return session.current().stage_layer(name, safetensors_payload(tensors), session.ADAPTER).sha256
+
+
+def _receipt(run: running.Run, work: LayerWork, key: str, ref: ObjectRef, adapter: str | None) -> LayerReceipt:
     modules = []
+    compensated = work.adapter.modules if work.adapter is not None else {}
     for subset, outcome in work.outcomes.items():
         for module in subset:
             modules.append(
                 ModuleReport(
                     name=module, method=outcome.method, loss=work.quantized[module].loss, tokens=outcome.tokens,
-                    damp_percent=outcome.damp_percent, fallback=outcome.fallback,
+                    damp_percent=outcome.damp_percent,
+                    # A module may fall back on its own where siblings do not have to.
+                    fallback=getattr(work.quantized[module], "fallback", None) or outcome.fallback,
+                    unscaled=outcome.unscaled,
+                    adapter_loss=compensated[module].loss if module in compensated else None,
                 )
             )  # fmt: skip
     loss = sum(module.loss for module in modules) / len(modules) if modules else 0.0
     return LayerReceipt(
-        index=work.layer, name=run.decoder.layer_name(work.layer), key=key, sha256=sha256, size=size, loss=loss,
+        index=work.layer, name=run.decoder.layer_name(work.layer), key=key, sha256=ref.sha256, size=ref.size, loss=loss,
+        adapter_sha256=adapter,
         tokens=max((module.tokens for module in modules), default=0), seconds=round(run.end_layer(), 3),
         modules=tuple(modules),
     )  # fmt: skip

@@ -12,6 +12,7 @@ meet at barriers. One that fails breaks the barrier, so that no sibling waits fo
 """
 
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,11 +24,12 @@ from prefect.cache_policies import NO_CACHE
 from torch import Tensor, nn
 
 from tasks import running
+from tasks.adapters import LayerAdapter
 from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.methods.gptq import HessianError
-from tasks.methods.grid import QuantizedRows, WeightError
+from tasks.methods.grid import WeightError
 from tasks.models.staged import StagedForward
-from tasks.schemes import Prepared, Rows, Statistic
+from tasks.schemes import Prepared, Rows, Statistic, UnitRows
 
 
 def lane_batches(batch_count: int) -> list[range]:
@@ -56,13 +58,23 @@ class LayerWork:
     def __init__(self, run: running.Run, layer: int) -> None:
         self.run = run
         self.layer = layer
-        self.device_count = len(run.pool.devices)
+        self.devices = run.devices
+        self.slots = list(self.devices)
+        self.device_count = len(self.slots)
         self.error: BaseException | None = None
+        self.failed_slot: int | None = None
         self.outcomes: dict[tuple[str, ...], Prepared] = {}
         self.quantized: dict[str, Rows] = {}
         self.outputs: dict[int, Tensor] = {}
+        # Norms and biases that differ from the source's, under their full names.
+        self.folded: dict[str, Tensor] = {}
+        # What the shards share while they look for scales (`tasks.scaled_shard.LayerScaling`).
+        self.scaling: Any = None
         self.prepared: Prepared | None = None
-        self.units: dict[int, QuantizedRows] = {}
+        self.adapter: LayerAdapter | None = None
+        if run.job.adapter is not None:
+            self.adapter = LayerAdapter(run.job.adapter, run.decoder.source_dtype)
+        self.units: dict[int, UnitRows] = {}
         # Why error feedback diverged, by unit.
         self.diverged: dict[int, str] = {}
         self._barrier = threading.Barrier(self.device_count)
@@ -72,15 +84,19 @@ class LayerWork:
         self._next_lane = 0
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Break the barrier when a shard fails, and keep the first error that is not a sibling's."""
+    def guarded(self, slot: int) -> Iterator[None]:
+        """Break the barrier when a shard fails, and keep the first error that is not a sibling's, and whose it is."""
         try:
             yield
         except threading.BrokenBarrierError as error:
+            # Whoever keeps the error, such as a log record, must not keep what lies on the device: a repeat needs the room.
+            traceback.clear_frames(error.__traceback__)
             raise SiblingFailed(f"another shard of layer {self.layer} failed; its error is the one to read") from error
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
             with self._lock:
-                self.error = self.error or error
+                if self.error is None:
+                    self.error, self.failed_slot = error, slot
             self.abort()
             raise
 
@@ -115,7 +131,8 @@ class LayerWork:
             reason = self.diverged[min(self.diverged)]
             self.outcomes[subset] = replace(self.outcomes[subset], method="rtn", fallback=reason)
             self.diverged.clear()
-        stacked = QuantizedRows.concatenate([self.units[unit] for unit in sorted(self.units)])
+        parts = [self.units[unit] for unit in sorted(self.units)]
+        stacked = parts[0].concatenate(parts)
         start = 0
         for name, count in zip(subset, rows, strict=True):
             self.keep(name, stacked.rows(start, start + count))
@@ -135,40 +152,42 @@ class LayerWork:
 
 @task(name="quantize-shard", task_run_name="layer {layer} device {device}", persist_result=False, cache_policy=NO_CACHE)
 def quantize_shard(layer: int, device: int) -> int:
-    """Do one device's share of the layer in work; the number of modules that the layer has finished."""
+    """Do the share of the device in this slot of the layer in work; the number of modules that the layer has finished."""
+    from tasks.scaled_shard import ScaledShard  # which is built on what is here
+
     run = running.current()
     work = run.work
-    with work.guarded(), torch.no_grad():
+    with work.guarded(device), torch.no_grad():
         # Thread by thread: OpenMP keeps the number of the thread that asks.
         torch.set_num_threads(run.cpu_threads)
-        _Shard(work, device).go()
+        (ScaledShard if run.scheme.scales_layers else Shard)(work, work.slots.index(device)).go()
     return len(work.quantized)
 
 
-class _Shard:
+class Shard:
     """The share of one device: its module, its batches, its rows."""
 
     def __init__(self, work: LayerWork, number: int) -> None:
         self.work = work
         self.run = work.run
         self.number = number
-        self.device = self.run.pool.devices[number].torch_device
+        self.device = work.devices[work.slots[number]].torch_device
         self.dtype = self.run.decoder.compute_dtype(self.device)
         self.lanes = lane_batches(len(self.run.hidden))
+        self.subsets = self.run.decoder.subsets(work.layer)
+        self.shapes = self.run.decoder.linear_shapes(work.layer)
         self.batches = [(lane, batch) for lane in range(number, LANES, work.device_count) for batch in self.lanes[lane]]
 
     def go(self) -> None:
         decoder, scheme = self.run.decoder, self.run.scheme
         if not scheme.needs_activations:
-            self._quantize_modules(decoder.subsets)
+            self._quantize_modules(self.subsets)
             return
         module = decoder.materialise(self.work.layer, self.device, self.dtype)
         if self.number == 0:
             self._check_weights(module)
-        # One by one: a batch's mask and rotary tables live no longer than its forward needs them.
-        calls = (self._call(batch) for _, batch in self.batches)
-        with StagedForward(module, decoder.subsets, calls) as staged:
-            for subset in decoder.subsets:
+        with StagedForward(module, self.subsets, self._calls()) as staged:
+            for subset in self.subsets:
                 self._sum_up(staged, subset)
                 self.work.meet()
                 if self.number == 0:
@@ -178,8 +197,18 @@ class _Shard:
                     self._quantize_stacked(module, subset)
                 else:
                     self._quantize_modules((subset,))
-            for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
-                self.work.outputs[batch] = self._rounded(hidden)
+                    if scheme.replaces_weights:
+                        self._replace_weights(module, subset)
+            self._hand_on(staged)
+
+    def _calls(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
+        """One by one: a batch's mask and rotary tables live no longer than its forward needs them."""
+        return (self._call(batch) for _, batch in self.batches)
+
+    def _hand_on(self, staged: StagedForward) -> None:
+        """Run this device's batches to their end, for the next layer."""
+        for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
+            self.work.outputs[batch] = self._rounded(hidden)
 
     def _call(self, batch: int) -> tuple[Tensor, dict[str, object]]:
         """A batch's hidden states on this device and the other arguments of the layer."""
@@ -205,7 +234,7 @@ class _Shard:
         return rounded
 
     def _sum_up(self, staged: StagedForward, subset: tuple[str, ...]) -> None:
-        features = self.run.decoder.linear_shapes[subset[0]][1]
+        features = self.shapes[subset[0]][1]
         sums: dict[int, Statistic] = {}
         lane_before = None
         for call, x_BTK in staged.advance(subset):
@@ -217,7 +246,7 @@ class _Shard:
             mask_BT = self.run.calibration_batch(batch).attention_mask
             real = x_BTK.reshape(-1, features) if bool(mask_BT.all()) else x_BTK[mask_BT.to(x_BTK.device)]
             if lane not in sums:
-                sums[lane] = self.run.scheme.statistic(features, self.device)
+                sums[lane] = self._statistic(features)
             sums[lane].add(real)
         if lane_before is not None:
             self.work.offer(lane_before, sums.pop(lane_before))
@@ -225,15 +254,23 @@ class _Shard:
             if not self.lanes[lane]:
                 self.work.offer(lane, None)
 
+    def _statistic(self, features: int) -> Statistic:
+        statistic = self.run.scheme.statistic(features, self.device)
+        return statistic if self.work.adapter is None else self.work.adapter.observing(statistic, features, self.device)
+
     def _prepare(self, subset: tuple[str, ...]) -> None:
         """Make the merged statistic into what the subset is quantized with, on the first device."""
-        work = self.work
-        total = work.take_total()
+        self.work.prepared = self._prepared(subset)
+        # Without its state, which is the largest thing of all.
+        self.work.outcomes[subset] = replace(self.work.prepared, state=None)
+
+    def _prepared(self, subset: tuple[str, ...]) -> Prepared:
+        total = self.work.take_total()
         # The peak of a layer: what the forward has freed must not lie under it.
         running.return_freed_memory()
-        work.prepared = self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
-        # Without its state, which is the largest thing of all.
-        work.outcomes[subset] = replace(work.prepared, state=None)
+        if self.work.adapter is not None:
+            total = self.work.adapter.prepare(total, self._full(subset[0]))
+        return self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
 
     def _state_here(self) -> Any:
         prepared = self.work.prepared
@@ -242,7 +279,7 @@ class _Shard:
     def _quantize_stacked(self, module: nn.Module, subset: tuple[str, ...]) -> None:
         """Quantize this device's units of the subset, then put what a loader will see into this device's module."""
         work = self.work
-        weights = {name: _weight(module, name) for name in subset}
+        weights = {name: weight_of(module, name) for name in subset}
         self._quantize_units(list(weights.values()), self._state_here())
         work.meet()
         if work.diverged:
@@ -253,14 +290,11 @@ class _Shard:
             work.collect(subset, [len(weight) for weight in weights.values()])
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
         work.meet()
-        for name, weight in weights.items():
-            rows = work.quantized[name]
-            assert isinstance(rows, QuantizedRows)
-            weight.data.copy_(rows.dequantize())
+        self._replace_weights(module, subset)
 
     def _quantize_units(self, weights: list[Tensor], state: Any) -> None:
         for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
-            weight_NK = _rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
+            weight_NK = rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
             try:
                 self.work.units[unit] = self.run.scheme.quantize_unit(weight_NK, state)
             except HessianError as error:
@@ -269,8 +303,7 @@ class _Shard:
     def _quantize_modules(self, subsets: tuple[tuple[str, ...], ...]) -> None:
         """Quantize this device's share of whole modules, each from the source's own weights."""
         work, state = self.work, self._state_here()
-        shapes = self.run.decoder.linear_shapes
-        costs = {name: shapes[name][0] * shapes[name][1] for subset in subsets for name in subset}
+        costs = {name: self.shapes[name][0] * self.shapes[name][1] for subset in subsets for name in subset}
         for name in shares(costs, work.device_count)[self.number]:
             work.check()
             full = self._full(name)
@@ -289,11 +322,22 @@ class _Shard:
                 work.outcomes.setdefault(subset, self.run.scheme.prepare(None, 0, self._full(subset[0])))
         work.meet()
 
+    def _replace_weights(self, module: nn.Module, subset: tuple[str, ...]) -> None:
+        """Put what a loader will see into this device's module; before that, make its share of the adapter."""
+        work = self.work
+        quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}
+        if work.adapter is not None:
+            costs = {name: self.shapes[name][0] * self.shapes[name][1] for name in subset}
+            for name in shares(costs, work.device_count)[self.number]:
+                work.adapter.compensate(name, weight_of(module, name), quantized[name].dequantize())
+        for name in subset:
+            weight_of(module, name).data.copy_(quantized[name].dequantize())
+
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""
-        for name in self.run.decoder.linear_shapes:
+        for name in self.shapes:
             try:
-                self.run.scheme.check(_weight(module, name))
+                self.run.scheme.check(weight_of(module, name))
             except WeightError as error:
                 raise WeightError(f"`{self._full(name)}`: {error}") from error
 
@@ -301,13 +345,14 @@ class _Shard:
         return f"{self.run.decoder.layer_name(self.work.layer)}.{name}"
 
 
-def _weight(module: nn.Module, name: str) -> Tensor:
+def weight_of(module: nn.Module, name: str) -> Tensor:
+    """The weight [N, K] of a linear of the layer, by its name within it."""
     linear = module.get_submodule(name)
     assert isinstance(linear, nn.Linear)
     return linear.weight
 
 
-def _rows_of(weights: list[Tensor], start: int, stop: int) -> Tensor:
+def rows_of(weights: list[Tensor], start: int, stop: int) -> Tensor:
     """Rows `start` to `stop` of the weights stacked on each other, without stacking them all."""
     pieces, offset = [], 0
     for weight in weights:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_llama
 from transformers import AutoModelForCausalLM
 
-from tasks.models.decoder import Decoder
+from tasks.models.decoder import SUPPORTED, Decoder
 from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import SourceError, SourceModel
 
@@ -134,8 +134,8 @@ def test_names_shapes_and_subsets_come_from_the_model_itself(tmp_path):
     decoder = decoder_of(write_tiny_llama(tmp_path / "model", layers=3, attention_bias=True))
     assert decoder.layer_count == 3
     assert decoder.layer_name(2) == "model.layers.2"
-    assert decoder.subsets == LLAMA_SUBSETS
-    assert list(decoder.linear_shapes.items()) == [
+    assert decoder.subsets(2) == LLAMA_SUBSETS
+    assert list(decoder.linear_shapes(2).items()) == [
         ("self_attn.q_proj", (64, 64)),
         ("self_attn.k_proj", (32, 64)),
         ("self_attn.v_proj", (32, 64)),
@@ -267,14 +267,14 @@ def test_an_untied_model_without_head_is_refused_with_the_way_out(tmp_path):
 def test_another_family_is_refused_by_name(tmp_path):
     path = write_tiny_llama(tmp_path / "model")
     change_config(path, model_type="gpt2")
-    assert problems_of(path) == ("its model_type is 'gpt2'; supported are: llama",)
+    assert problems_of(path) == (f"its model_type is 'gpt2'; supported are: {', '.join(sorted(SUPPORTED))}",)
 
 
 @pytest.mark.parametrize("family", [["llama"], {"llama": 1}, None, 3])
 def test_a_family_that_is_no_name_is_refused_like_another(tmp_path, family):
     path = write_tiny_llama(tmp_path / "model")
     change_config(path, model_type=family)
-    assert problems_of(path) == (f"its model_type is {family!r}; supported are: llama",)
+    assert problems_of(path) == (f"its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}",)
 
 
 @pytest.mark.parametrize("value", [[1], "awq", {}])
@@ -316,7 +316,7 @@ def test_peak_memory_does_not_grow_with_the_depth_of_the_model(tmp_path):
     """Layers of 13 MB in float32: six more of them must cost less than one."""
     script = """
 import sys, torch
-from tasks.models.decoder import Decoder
+from tasks.models.decoder import SUPPORTED, Decoder
 from tasks.models.source import SourceModel
 decoder = Decoder.from_source(SourceModel.open(sys.argv[1]))
 hidden = decoder.embed(torch.arange(64)[None])

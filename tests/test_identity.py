@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -55,14 +55,33 @@ MATTERS: dict[str, tuple[Any, str]] = {
             ("checkpoint_format", "gptq_v2", "packed_kernel"),
         )
     },
+    "quantization.awq.bits": (8, "quantization"),
+    "quantization.awq.group_size": (64, "quantization"),
+    "quantization.awq.sym": (True, "quantization"),
+    "quantization.awq.n_grid": (10, "quantization"),
+    "quantization.awq.duo_scaling": (False, "quantization"),
+    "quantization.awq.apply_clip": (False, "quantization"),
+    "quantization.awq.fallback_tokens": (0.01, "quantization"),
+    "quantization.awq.checkpoint_format": ("compressed-tensors", "packed_kernel"),
     "quantization.fp8.fp8_format": ("e5m2", "quantization"),
     "quantization.fp8.granularity": ("tensor", "quantization"),
     "quantization.fp8.checkpoint_format": ("fp8", "packed_kernel"),
     "quantization.bitsandbytes.quant_type": ("int8", "quantization"),
     "quantization.bitsandbytes.double_quant": (False, "quantization"),
     "quantization.bitsandbytes.compute_dtype": ("float16", "quantization"),
+    "quantization.exl3.bits": (4.5, "quantization"),
+    "quantization.exl3.codebook": ("mul1", "quantization"),
+    "quantization.exl3.out_scales": ("never", "quantization"),
+    "quantization.exl3.sigma_reg": (0.05, "quantization"),
     "quantization.gguf.quant_type": ("q8_0", "quantization"),
     "quantization.gguf.imatrix": (True, "quantization"),
+    "quantization.qqq.group_size": (-1, "quantization"),
+    "quantization.qqq.mse": (2.4, "quantization"),
+    "quantization.qqq.act_group_aware": (False, "quantization"),
+    "quantization.qqq.block_size": (64, "quantization"),
+    "quantization.qqq.damp_percent": (0.01, "quantization"),
+    "quantization.qqq.damp_increment": (0.02, "quantization"),
+    "quantization.qqq.fallback_tokens": (0.01, "quantization"),
     "quantization.gptq.desc_act": (True, "quantization"),
     "quantization.gptq.act_group_aware": (False, "quantization"),
     "quantization.gptq.static_groups": (True, "quantization"),
@@ -70,6 +89,7 @@ MATTERS: dict[str, tuple[Any, str]] = {
     "quantization.gptq.damp_percent": (0.01, "quantization"),
     "quantization.gptq.damp_increment": (0.02, "quantization"),
     "quantization.gptq.fallback_tokens": (0.01, "quantization"),
+    "adapter.rank": (16, "adapter"),
     "calibration.data": (TEXTS[:2], "calibration"),
     "calibration.split": ("test", "calibration"),
     "calibration.name": ("small", "calibration"),
@@ -103,6 +123,8 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every field of a pydantic model and of the models in it, by its path."""
     for name, field in model.model_fields.items():
         options = typing.get_args(field.annotation) or (field.annotation,)
+        if typing.get_origin(field.annotation) is Literal and len(options) == 1:
+            continue  # it can't be anything else
         inner = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
         if len(inner) > 1:
             yield f"{prefix}{name}.method"
@@ -177,6 +199,8 @@ def test_a_field_that_matters_changes_its_area_and_the_digest(model, leaf):
         beside["quantization.method"] = leaf.split(".")[1]
     if leaf == "calibration.concat_separator":
         beside["calibration.concat_size"] = 16
+    if leaf == "quantization.awq.bits":
+        beside["quantization.awq.checkpoint_format"] = "compressed-tensors"
     if leaf == "quantization.fp8.fp8_format":
         beside["quantization.fp8.checkpoint_format"] = "fp8"
     if leaf.startswith("quantization.fp8.") and not leaf.endswith("granularity"):

@@ -8,8 +8,10 @@ import pytest
 from checkpoint_store.config import CheckpointConfig
 from flows.job_arguments import METHODS, SECTIONS, UsageError, add_job_arguments, job_from
 from tasks.job import (
+    AWQConfig,
     BitsAndBytesConfig,
     CalibrationConfig,
+    EXL3Config,
     FP8Config,
     GGUFConfig,
     GPTQConfig,
@@ -83,12 +85,32 @@ def test_every_option_reaches_its_field() -> None:
     ("options", "expected"),
     [
         ("rtn --bits 8 --format compressed-tensors", RTNConfig(bits=8, checkpoint_format="compressed-tensors")),
+        ("rtn --format awq --asym", RTNConfig(sym=False, checkpoint_format="awq")),
+        ("awq", AWQConfig()),
+        (
+            "awq --bits 8 --sym --n-grid 10 --no-duo-scaling --no-apply-clip --fallback-tokens 0.1 --format "
+            "compressed-tensors",
+            AWQConfig(
+                bits=8,
+                sym=True,
+                n_grid=10,
+                duo_scaling=False,
+                apply_clip=False,
+                fallback_tokens=0.1,
+                checkpoint_format="compressed-tensors",
+            ),
+        ),
         (
             "fp8 --fp8-format e5m2 --granularity row --format fp8",
             FP8Config(fp8_format="e5m2", granularity="row", checkpoint_format="fp8"),
         ),
         ("bitsandbytes", BitsAndBytesConfig()),
         ("gguf --quant-type q6_k --strict --imatrix", GGUFConfig(quant_type="q6_k", strict=True, imatrix=True)),
+        ("exl3 --bits 4", EXL3Config(bits=4)),
+        (
+            "exl3 --bits 2.5 --codebook mul1 --out-scales never --sigma-reg 0.05",
+            EXL3Config(bits=2.5, codebook="mul1", out_scales="never", sigma_reg=0.05),
+        ),
         (
             "bitsandbytes --quant-type fp4 --no-double-quant --compute-dtype float32",
             BitsAndBytesConfig(quant_type="fp4", double_quant=False, compute_dtype="float32"),
@@ -122,7 +144,14 @@ def test_options_that_are_not_given_leave_the_defaults() -> None:
     [
         ("--method rtn --desc-act", "--desc-act does not apply to method `rtn`"),
         ("--method fp8 --bits 8", "--bits does not apply to method `fp8`"),
+        ("--method gptq --bits 5", "--bits 5"),
+        ("--method gptq --bits 2.5", "--bits 2.5"),
+        ("--method exl3 --bits 1.5", "--bits 1.5"),
         ("--method gptq --format fp8", "--format fp8"),
+        ("--method gptq --format awq", "--format awq"),
+        ("--method awq --bits 8", "checkpoint_format `awq` holds 4 bits, not 8"),
+        ("--method awq --bits 3", "--bits 3"),
+        ("--method awq --group-size 0", "group_size 0 is not a size"),
         ("--method gguf --quant-type nf4", "--quant-type nf4"),
         ("--keep-last 1", "--keep-last 1"),
         ("--keep-last 257", "--keep-last 257"),

@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from tasks.gguf_scheme import GGUFScheme
 from tasks.job import BitsAndBytesConfig, FP8Config, GGUFConfig, Quantization, QuantizationJob, RTNConfig
+from tasks.models.decoder import Decoder
+from tasks.models.folding import Folding
 from tasks.models.source import SourceModel
 from tasks.plan import Plan, size
 from tasks.preflight import RECORD_BYTES_PER_MODULE, PreflightError, check
-from tasks.schemes import scheme_of
+from tasks.schemes import BYTES_PER_HESSIAN_ENTRY, scheme_of
 from tests.tiny_models import write_tiny_llama
 
 TEXTS = ["one two three four five six seven"] * 4
@@ -85,7 +87,7 @@ def test_all_problems_come_in_one_list(own_model, tmp_path):
     )
     for part in (
         "model.safetensors.index.json",
-        "'mamba'; supported are: llama",
+        "'mamba'; supported are: apertus, ",
         "calibration file",
         "cuda:99",
         "emptied at a restart",
@@ -98,7 +100,7 @@ def test_all_problems_come_in_one_list(own_model, tmp_path):
 def test_an_unsupported_family_is_named_with_the_supported_ones(own_model, tmp_path):
     config = json.loads((own_model / "config.json").read_text())
     (own_model / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    assert "'gpt2'; supported are: llama" in problem_of(own_model, tmp_path)
+    assert "'gpt2'; supported are: apertus, " in problem_of(own_model, tmp_path)
 
 
 def test_a_source_without_safetensors_is_told(tmp_path):
@@ -334,6 +336,7 @@ SIZED: list[Quantization] = [
     for sym in (True, False)
     if checkpoint_format == "gptq" or bits in (4, 8)
 ]
+SIZED += [RTNConfig(group_size=size, sym=False, checkpoint_format="awq") for size in (32, -1)]
 SIZED += [FP8Config(granularity=granularity) for granularity in ("tensor", "row", "block")]
 SIZED += [FP8Config(granularity="block", checkpoint_format="fp8"), BitsAndBytesConfig(quant_type="int8")]
 # Some of their bytes are JSON with a number of any length in it.
@@ -405,6 +408,10 @@ def test_what_the_chosen_layout_can_not_hold_is_told_whatever_the_method(model, 
     ("quantization", "words"),
     [
         ({"method": "fp8"}, "fp8, e4m3, one scale per row, layout compressed-tensors"),
+        (
+            {"method": "rtn", "group_size": 32, "sym": False, "checkpoint_format": "awq"},
+            "rtn, 4 bit, groups of 32, asymmetric, layout awq",
+        ),
         ({"method": "bitsandbytes"}, "bitsandbytes, nf4, double quantization, layout bitsandbytes"),
     ],
 )
@@ -412,6 +419,35 @@ def test_the_plan_needs_no_calibration_of_a_weight_only_method(model, tmp_path, 
     plan = plan_of(model, tmp_path, quantization=quantization, calibration=None)
     assert plan.table().splitlines()[0].endswith(words)
     assert plan.continuation_bytes == plan.memory.statistics_bytes == 0
+
+
+AWQ = {"method": "awq", "group_size": 32}
+
+
+def test_awq_holds_the_moments_of_all_subsets_of_a_layer(model, tmp_path):
+    assert plan_of(model, tmp_path, quantization=AWQ).memory.statistics_bytes == 4 * (3 * 64**2 + 4 * 128**2)
+    gptq = plan_of(model, tmp_path).memory.statistics_bytes
+    assert gptq == BYTES_PER_HESSIAN_ENTRY * 128**2
+
+
+def test_awq_needs_calibration_and_sizes_that_its_layout_holds(model, tmp_path):
+    assert "looks at activations" in problem_of(model, tmp_path, quantization=AWQ, calibration=None)
+    problems = problems_of(model, tmp_path, quantization={"method": "awq"})
+    assert any("in_features 64 is not a multiple of group_size 128" in problem for problem in problems)
+    (problem,) = problems_of(
+        model, tmp_path, quantization={"method": "rtn", "bits": 8, "group_size": 32, "checkpoint_format": "awq"}
+    )
+    assert "the awq layout holds 4 bits, not 8" in problem
+
+
+def test_what_awq_can_not_scale_and_who_reads_it_is_told(model, tmp_path, monkeypatch):
+    (note,) = plan_of(model, tmp_path, quantization=AWQ).notes
+    assert "with the gptqmodel package only" in note
+    monkeypatch.setattr(Decoder, "folding", lambda self, i: Folding({}, {("mlp.down_proj",): "an odd activation"}))
+    notes = plan_of(model, tmp_path, quantization=AWQ).notes
+    assert "layers like 0: mlp.down_proj can't be scaled, only clipped: an odd activation" in notes
+    as_tensors = AWQ | {"checkpoint_format": "compressed-tensors"}
+    assert not any("gptqmodel" in note for note in plan_of(model, tmp_path, quantization=as_tensors).notes)
 
 
 # The plan -------------------------------------------------------------------------------------------------------------

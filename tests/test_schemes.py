@@ -18,8 +18,17 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
-from tasks.job import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
-from tasks.output_directory import GGUF_FILE
+from tasks.job import (
+    AWQConfig,
+    BitsAndBytesConfig,
+    FP8Config,
+    GGUFConfig,
+    GPTQConfig,
+    QQQConfig,
+    Quantization,
+    RTNConfig,
+)
+from tasks.output_directory import GGUF_FILE, read_report
 from tasks.quantize_shard import LayerWork, shares
 from tasks.schemes import needs_activations
 from tests.flow_jobs import contents, layers_run, tiny_job
@@ -35,8 +44,12 @@ INTEGER: dict[str, Any] = {"group_size": 32, "checkpoint_format": "compressed-te
 CONFIGS: dict[str, Quantization] = {
     "gptq": GPTQConfig(group_size=32),
     "rtn": RTNConfig(group_size=32),
+    "qqq": QQQConfig(group_size=-1, damp_percent=0.05),
     "gptq as compressed-tensors": GPTQConfig(**INTEGER),
     "rtn as compressed-tensors": RTNConfig(bits=8, **INTEGER),
+    "rtn as awq": RTNConfig(group_size=32, sym=False, checkpoint_format="awq"),
+    "awq": AWQConfig(group_size=32),
+    "awq as compressed-tensors": AWQConfig(bits=8, sym=True, **INTEGER),
     "fp8": FP8Config(),
     "fp8 in blocks": FP8Config(granularity="block", checkpoint_format="fp8"),
     "nf4": BitsAndBytesConfig(compute_dtype="float32"),  # so that its reader computes what we do
@@ -47,7 +60,7 @@ CONFIGS: dict[str, Quantization] = {
 }
 WEIGHT_ONLY = [name for name, config in CONFIGS.items() if not needs_activations(config)]
 GGUF = [name for name, config in CONFIGS.items() if config.method == "gguf"]
-FOUR_BIT = ("gptq", "rtn", "gptq as compressed-tensors", "nf4")
+FOUR_BIT = ("gptq", "rtn", "qqq", "gptq as compressed-tensors", "rtn as awq", "awq", "nf4")
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +141,6 @@ def test_a_run_cut_short_and_resumed_ends_with_the_bytes_of_one_that_was_not(
 
 
 def test_the_report_names_the_method_of_each_module_and_a_loss(exports: dict[str, Path]) -> None:
-    from tasks.output_directory import read_report
-
     for name in WEIGHT_ONLY:
         report = read_report(exports[name])
         assert report is not None
@@ -137,6 +148,15 @@ def test_the_report_names_the_method_of_each_module_and_a_loss(exports: dict[str
         for layer in report["layers"]:
             assert {module["method"] for module in layer["modules"]} == {CONFIGS[name].method}
             assert len(layer["modules"]) == 7 and all(module["loss"] > 0 for module in layer["modules"])
+
+
+def test_the_report_of_awq_names_its_method_and_nothing_that_was_left_unscaled(exports: dict[str, Path]) -> None:
+    for name in ("awq", "awq as compressed-tensors"):
+        report = read_report(exports[name])
+        assert report is not None and report["fallbacks"] == 0
+        for layer in report["layers"]:
+            assert {(module["method"], module["unscaled"]) for module in layer["modules"]} == {("awq", None)}
+            assert all(module["loss"] > 0 for module in layer["modules"])
 
 
 @given(st.dictionaries(st.text(), st.integers(1, 100), min_size=1), st.integers(1, 9))
@@ -164,7 +184,7 @@ def with_rounded_inputs(output: Path, rounded: Callable[[torch.Tensor], torch.Te
     return model
 
 
-@pytest.mark.parametrize("name", ["gptq as compressed-tensors", "rtn as compressed-tensors"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.endswith("as compressed-tensors")])
 def test_transformers_reads_packed_integers_exactly(name: str, exports: dict[str, Path]) -> None:
     loaded = load(exports[name])
     assert set(loaded.classes.values()) == {nn.Linear}

@@ -65,7 +65,9 @@ def publish(session: CheckpointSession, finished: int, wait: bool = True) -> Non
     hidden = (
         [BytesPayload(b"hidden %d chunk %d" % (finished, chunk)) for chunk in range(2)] if finished < LAYERS else []
     )
-    session.publish(finished, names, keys, hidden, wait=wait)
+    session.publish(finished, names, keys, hidden)
+    if wait:
+        session.drain()
 
 
 @pytest.fixture
@@ -337,6 +339,18 @@ def test_an_expected_layer_or_record_that_never_arrived_is_named_and_nothing_is_
     finish(session, 2)
     publish(session, 3)
     assert session.layer_objects()[2].key == "layers.2"
+
+
+def test_every_finished_layer_must_have_each_of_its_objects(run):
+    session = run.open(layer_roles=(sessions.LAYER, sessions.ADAPTER))
+    finish(session, 0)
+    with pytest.raises(CheckpointError, match=r"adapter `layers\.0` finished but never reached the store"):
+        publish(session, 1)
+    session.stage_layer("layers.0", BytesPayload(b"matrices"), sessions.ADAPTER)
+    publish(session, 1)
+    (ref,) = session.layer_objects(sessions.ADAPTER)
+    assert bytes(session.view(ref)) == b"matrices"
+    assert [ref.role for ref in session.layer_objects()] == [sessions.LAYER]
 
 
 def test_the_interval_and_the_last_layer_decide_when_to_publish(run):

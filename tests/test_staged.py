@@ -51,16 +51,16 @@ def assert_same(actual, expected):
 
 def test_with_unchanged_weights_it_is_bit_identical_to_the_plain_forward(decoder):
     layer = decoder.materialise(0, "cpu")
-    assert_same(run_through(layer, decoder.subsets, calls_of(decoder)), plain(layer, calls_of(decoder)))
+    assert_same(run_through(layer, decoder.subsets(0), calls_of(decoder)), plain(layer, calls_of(decoder)))
 
 
 def test_every_linear_runs_once_per_call_and_gets_the_input_that_was_shown(decoder):
     layer = decoder.materialise(0, "cpu")
-    got: dict[str, list[torch.Tensor]] = {name: [] for name in decoder.linear_shapes}
+    got: dict[str, list[torch.Tensor]] = {name: [] for name in decoder.linear_shapes(0)}
     for name in got:
         layer.get_submodule(name).register_forward_hook(lambda _, args, out, name=name: got[name].append(args[0]))
     shown = {}
-    run_through(layer, decoder.subsets, calls_of(decoder), lambda subset, inputs: shown.update({subset: inputs}))
+    run_through(layer, decoder.subsets(0), calls_of(decoder), lambda subset, inputs: shown.update({subset: inputs}))
     for subset, inputs in shown.items():
         for name in subset:
             assert len(got[name]) == len(inputs) == len(LENGTHS)
@@ -78,14 +78,14 @@ def test_later_subsets_see_the_changed_weights_of_earlier_ones(decoder):
             weight.copy_(weight.mul(8).round().div(8))
         assert_same(list(inputs.values()), expected[subset[0]])
 
-    for subset in decoder.subsets:
+    for subset in decoder.subsets(0):
         for name in subset:
             linear = rounded.get_submodule(name)
             linear.weight.copy_(linear.weight.mul(8).round().div(8))
             expected[name] = []
             linear.register_forward_pre_hook(lambda _, args, name=name: expected[name].append(args[0]))
     outputs = plain(rounded, calls_of(decoder))
-    assert_same(run_through(layer, decoder.subsets, calls_of(decoder), round_weights), outputs)
+    assert_same(run_through(layer, decoder.subsets(0), calls_of(decoder), round_weights), outputs)
 
 
 def test_modules_in_no_subset_run_through(decoder):
@@ -131,8 +131,8 @@ def test_calls_are_taken_one_by_one_and_each_input_is_shown_as_it_arrives(decode
             taken.append(index)
             yield call
 
-    with StagedForward(layer, decoder.subsets, counted()) as staged:
-        for index, _ in staged.advance(decoder.subsets[0]):
+    with StagedForward(layer, decoder.subsets(0), counted()) as staged:
+        for index, _ in staged.advance(decoder.subsets(0)[0]):
             assert taken == list(range(index + 1))
 
 
@@ -144,7 +144,7 @@ def test_threads_with_layers_and_batches_of_their_own_give_the_same_bytes(decode
     def lane(number: int) -> list[torch.Tensor]:
         own = decoder.materialise(0, "cpu")
         calls = list(calls_of(decoder))[number::2]
-        return run_through(own, decoder.subsets, calls, lambda subset, inputs: barrier.wait())
+        return run_through(own, decoder.subsets(0), calls, lambda subset, inputs: barrier.wait())
 
     with ThreadPoolExecutor(2) as pool:
         for _ in range(5):
@@ -167,59 +167,59 @@ def test_an_error_frees_what_the_paused_forwards_held_and_leaves_the_layer_usabl
     def fail(subset, inputs):
         held.extend(weakref.ref(input_BTK) for input_BTK in inputs.values())
         inputs.clear()
-        if subset == decoder.subsets[2]:
+        if subset == decoder.subsets(0)[2]:
             assert tensors_alive((2, 11, 64)) > 2
             raise OSError("the disk is on fire")
 
     with pytest.raises(OSError, match="on fire"):
-        run_through(layer, decoder.subsets, calls_of(decoder, lengths), fail)
+        run_through(layer, decoder.subsets(0), calls_of(decoder, lengths), fail)
     gc.collect()
     assert len(held) == 6 and all(reference() is None for reference in held)
     assert tensors_alive((2, 11, 64)) == len(expected)
     assert_same(plain(layer, calls_of(decoder, lengths)), expected)
-    assert_same(run_through(layer, decoder.subsets, calls_of(decoder, lengths)), expected)
+    assert_same(run_through(layer, decoder.subsets(0), calls_of(decoder, lengths)), expected)
 
 
 def test_an_error_inside_the_layer_reaches_the_caller_and_frees_the_rest(decoder):
     layer = decoder.materialise(0, "cpu")
     calls = [*calls_of(decoder, LENGTHS[:2]), (torch.zeros(1, 3, 63), {})]
-    with pytest.raises(RuntimeError), StagedForward(layer, decoder.subsets, calls) as staged:
-        for _ in staged.advance(decoder.subsets[0]):
+    with pytest.raises(RuntimeError), StagedForward(layer, decoder.subsets(0), calls) as staged:
+        for _ in staged.advance(decoder.subsets(0)[0]):
             pass
     assert "forward" not in layer.mlp.up_proj.__dict__
-    assert_same(run_through(layer, decoder.subsets, calls[:2]), plain(layer, calls[:2]))
+    assert_same(run_through(layer, decoder.subsets(0), calls[:2]), plain(layer, calls[:2]))
 
 
 def test_leaving_before_the_end_or_before_the_start_frees_everything(decoder):
     layer = decoder.materialise(0, "cpu")
-    with StagedForward(layer, decoder.subsets, calls_of(decoder)) as staged:
-        next(iter(staged.advance(decoder.subsets[0])))
-    with StagedForward(layer, decoder.subsets, calls_of(decoder)):
+    with StagedForward(layer, decoder.subsets(0), calls_of(decoder)) as staged:
+        next(iter(staged.advance(decoder.subsets(0)[0])))
+    with StagedForward(layer, decoder.subsets(0), calls_of(decoder)):
         pass
-    assert_same(run_through(layer, decoder.subsets, calls_of(decoder)), plain(layer, calls_of(decoder)))
+    assert_same(run_through(layer, decoder.subsets(0), calls_of(decoder)), plain(layer, calls_of(decoder)))
 
 
 def test_grad_mode_of_the_caller_is_untouched_between_switches(decoder):
     layer = decoder.materialise(0, "cpu").requires_grad_(True)
-    with torch.enable_grad(), StagedForward(layer, decoder.subsets, calls_of(decoder)) as staged:
-        for _, input_BTK in staged.advance(decoder.subsets[0]):
+    with torch.enable_grad(), StagedForward(layer, decoder.subsets(0), calls_of(decoder)) as staged:
+        for _, input_BTK in staged.advance(decoder.subsets(0)[0]):
             assert torch.is_grad_enabled() and not input_BTK.requires_grad
         assert not any(output.requires_grad for output in staged.finish())
 
 
 def test_subsets_are_taken_in_their_order(decoder):
     layer = decoder.materialise(0, "cpu")
-    with StagedForward(layer, decoder.subsets, calls_of(decoder)) as staged:
+    with StagedForward(layer, decoder.subsets(0), calls_of(decoder)) as staged:
         with pytest.raises(ValueError, match="is not one of the subsets"):
             next(staged.advance(("self_attn.q_proj",)))
-        for _ in staged.advance(decoder.subsets[1]):
+        for _ in staged.advance(decoder.subsets(0)[1]):
             pass
         with pytest.raises(RuntimeError, match="is already past"):
-            next(staged.advance(decoder.subsets[0]))
+            next(staged.advance(decoder.subsets(0)[0]))
 
 
 def test_another_thread_is_refused(decoder):
     layer = decoder.materialise(0, "cpu")
-    with StagedForward(layer, decoder.subsets, calls_of(decoder)) as staged, ThreadPoolExecutor(1) as pool:
+    with StagedForward(layer, decoder.subsets(0), calls_of(decoder)) as staged, ThreadPoolExecutor(1) as pool:
         finished = pool.submit(staged.finish)
         assert "the thread that entered it" in str(finished.exception())

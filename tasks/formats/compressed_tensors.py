@@ -1,6 +1,6 @@
 """The compressed-tensors layout: what vLLM, and transformers with the compressed-tensors package, load.
 
-Integer weights (GPTQ, RTN) are `pack-quantized`. Per linear module `name` with weight [N, K] and group count G:
+Integer weights (GPTQ, RTN, AWQ) are `pack-quantized`. Per linear module `name` with weight [N, K] and group count G:
 
     name.weight_packed      int32 [N, K * bits / 32]   codes, packed along K, low bits first
     name.weight_scale       float16 [N, G]
@@ -34,11 +34,12 @@ import torch
 from torch import Tensor
 
 from tasks.formats.gptq import pack_rows, unpack_rows
-from tasks.job import FP8Config, GPTQConfig, RTNConfig
+from tasks.job import AWQConfig, FP8Config, GPTQConfig, RTNConfig
 from tasks.methods.fp8 import BLOCK, FP8Rows
 from tasks.methods.grid import QuantizedRows, columns_per_group
 
-Config = GPTQConfig | RTNConfig | FP8Config
+PackedConfig = GPTQConfig | RTNConfig | AWQConfig
+Config = PackedConfig | FP8Config
 
 PACKED_BITS = (4, 8)
 # What vLLM's kernels take, beside -1; transformers takes any that divides.
@@ -181,7 +182,7 @@ def _tensors(name: str, rows: QuantizedRows | FP8Rows, config: Config) -> dict[s
     raise ValueError(f"`{name}`: {type(rows).__name__} are not what method `{config.method}` makes")
 
 
-def _packed_tensors(name: str, rows: QuantizedRows, config: GPTQConfig | RTNConfig) -> dict[str, Tensor]:
+def _packed_tensors(name: str, rows: QuantizedRows, config: PackedConfig) -> dict[str, Tensor]:
     out_features, in_features = rows.codes_NK.shape
     found = problems(name, in_features, out_features, config)
     if found:
@@ -220,7 +221,7 @@ def _float_tensors(name: str, rows: FP8Rows, config: FP8Config) -> dict[str, Ten
     return {"weight": rows.values_NK, "weight_scale": scales}
 
 
-def _word_problems(name: str, in_features: int, out_features: int, config: GPTQConfig | RTNConfig) -> list[str]:
+def _word_problems(name: str, in_features: int, out_features: int, config: PackedConfig) -> list[str]:
     per_word = 32 // config.bits
     sizes = (
         [("in_features", in_features)] if config.sym else [("in_features", in_features), ("out_features", out_features)]
@@ -232,7 +233,7 @@ def _word_problems(name: str, in_features: int, out_features: int, config: GPTQC
     ]
 
 
-def _integer_arguments(config: GPTQConfig | RTNConfig) -> dict[str, Any]:
+def _integer_arguments(config: PackedConfig) -> dict[str, Any]:
     strategy = (
         {"strategy": "channel"} if config.group_size == -1 else {"strategy": "group", "group_size": config.group_size}
     )

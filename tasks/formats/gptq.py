@@ -32,12 +32,13 @@ from tasks.methods.grid import QuantizedRows, columns_per_group
 
 Config = GPTQConfig | RTNConfig
 
+FORMATS = ("gptq", "gptq_v2")
 # What GPTQModel's kernels load, beside -1 and a group of all input columns; vLLM's take fewer.
 LOADABLE_GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 # GPTQModel loads an asymmetric v1 file only from writers that name a GPTQModel since 0.9.0, which mended its zero
 # points. Ours are never 0, so what the mark stands for holds.
 ASYMMETRIC_V1_MARK = "gptqmodel:0.9.0"
-_OTHER_LAYOUT = "checkpoint_format `compressed-tensors` is another layout than gptq; use `gptq` or `gptq_v2`"
+_OTHER_LAYOUT = "checkpoint_format `{}` is another layout than gptq; use `gptq` or `gptq_v2`"
 
 
 def pack(name: str, rows: QuantizedRows, config: Config, bias: Tensor | None) -> dict[str, Tensor]:
@@ -47,8 +48,8 @@ def pack(name: str, rows: QuantizedRows, config: Config, bias: Tensor | None) ->
     float16 can't hold, and a zero point that the layout can't.
     """
     bits, checkpoint_format = config.bits, config.checkpoint_format
-    if checkpoint_format == "compressed-tensors":
-        raise ValueError(f"`{name}`: {_OTHER_LAYOUT}")
+    if checkpoint_format not in FORMATS:
+        raise ValueError(f"`{name}`: {_OTHER_LAYOUT.format(checkpoint_format)}")
     out_features, in_features = rows.codes_NK.shape
     assert int(rows.codes_NK.max()) < 2**bits, f"`{name}` has codes wider than {bits} bits"
     shape_problems = _shape_problems(name, in_features, out_features, bits)
@@ -116,7 +117,7 @@ def pack_rows(codes_RC: Tensor, bits: int) -> Tensor:
         packed_PC[:, word] |= (codes_RC[:, j] << shift) & 0xFFFFFFFF
         if shift + bits > 32:
             packed_PC[:, word + 1] |= codes_RC[:, j] >> (32 - shift)
-    return _as_signed(packed_PC).reshape(-1, columns)
+    return as_signed(packed_PC).reshape(-1, columns)
 
 
 def unpack_rows(packed_PC: Tensor, bits: int) -> Tensor:
@@ -138,8 +139,8 @@ def unpack_rows(packed_PC: Tensor, bits: int) -> Tensor:
 
 def problems(name: str, in_features: int, out_features: int, config: Config) -> list[str]:
     """Why this layout can't hold module `name`, one sentence each with what would fit; empty when it can."""
-    if config.checkpoint_format == "compressed-tensors":
-        return [f"`{name}`: {_OTHER_LAYOUT}"]
+    if config.checkpoint_format not in FORMATS:
+        return [f"`{name}`: {_OTHER_LAYOUT.format(config.checkpoint_format)}"]
     found = _shape_problems(name, in_features, out_features, config.bits)
     if config.group_size != -1 and in_features % config.group_size:
         fitting = [size for size in LOADABLE_GROUP_SIZES if in_features % size == 0]
@@ -180,9 +181,9 @@ def quantization_config(config: Config) -> dict[str, Any]:
     `desc_act` says what a reader must do, not how we quantized: group-aware order and static groups leave `g_idx` in
     its natural order, so they load as fast as no order at all. ValueError for another layout's config.
     """
-    if config.checkpoint_format == "compressed-tensors":
-        raise ValueError(_OTHER_LAYOUT)
-    quantizers = [f"prefect-quantize:{_own_version()}"]
+    if config.checkpoint_format not in FORMATS:
+        raise ValueError(_OTHER_LAYOUT.format(config.checkpoint_format))
+    quantizers = [f"prefect-quantize:{own_version()}"]
     if config.checkpoint_format == "gptq" and not config.sym:
         quantizers.append(ASYMMETRIC_V1_MARK)
     meta: dict[str, Any] = {
@@ -232,12 +233,13 @@ def _run_and_words(bits: int) -> tuple[int, int]:
     return 32 // shared, bits // shared
 
 
-def _as_signed(words: Tensor) -> Tensor:
+def as_signed(words: Tensor) -> Tensor:
     """int64 words 0 .. 2^32 - 1 to the int32 of the same bits."""
     return torch.where(words > 0x7FFFFFFF, words - 0x100000000, words).to(torch.int32)
 
 
-def _own_version() -> str:
+def own_version() -> str:
+    """The version of this program, where it is installed."""
     try:
         return version("prefect-quantize")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The integer grid that GPTQ and RTN round to, and the rows that come out of them.
+"""The integer grid that GPTQ, RTN and AWQ round to, and the rows that come out of them.
 
 A row of weights is cut into groups of `group_size` input columns; each group has a float16 `scale` and an integer
 `zero`, and `weight ≈ scale * (code - zero)` with codes in 0 .. 2^bits - 1.
@@ -31,9 +31,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tasks.job import GPTQConfig, RTNConfig
+from tasks.job import AWQConfig, GPTQConfig, RTNConfig
 
-GridConfig = GPTQConfig | RTNConfig
+GridConfig = GPTQConfig | RTNConfig | AWQConfig
 
 LARGEST_HALF = 65504.0
 SMALLEST_NORMAL_HALF = 2.0**-14
@@ -52,7 +52,8 @@ class QuantizedRows:
     """Output channels on the grid: of one module, or of several that share an input, stacked by rows.
 
     codes_NK uint8, scales_NG float16, zeros_NG int32 (as they are, not minus one), g_idx_K int32 (the group of each
-    input column), losses_N float32: per row, GPTQ's mean squared output error or RTN's mean squared weight error.
+    input column), losses_N float32: per row, the mean squared output error of GPTQ and AWQ or RTN's mean squared weight
+    error.
     """
 
     codes_NK: Tensor
@@ -161,23 +162,15 @@ def find_grid(weight_RC: Tensor, config: GridConfig) -> tuple[Tensor, Tensor]:
     With `mse` > 0 the range is the one, of 80 shrunken ones, with the least sum of |error|^mse; an asymmetric grid tries
     both integers beside the ideal zero, which takes 2% off the squared error at 2 bits and under 1% above.
     """
-    low_R, high_R = torch.aminmax(weight_RC, dim=1)
-    low_R, high_R = low_R.clamp(max=0), high_R.clamp(min=0)
-    if config.sym:
-        middle = 2 ** (config.bits - 1)
-        step_R = torch.maximum(torch.div(-low_R, middle), torch.div(high_R, middle - 0.5))
-        low_R, high_R = -middle * step_R, (middle - 1) * step_R
-    is_zero_R = low_R == high_R
-    low_R = low_R.masked_fill(is_zero_R, -1.0)
-    high_R = high_R.masked_fill(is_zero_R, 1.0)
+    low_R, high_R = full_range(weight_RC, config)
     if not config.mse:
-        return _scale_and_zero(low_R, high_R, config)
+        return scale_and_zero(low_R, high_R, config)
     best_R = torch.full_like(low_R, torch.inf)
     scale_R, zero_R = torch.ones_like(low_R), torch.zeros_like(low_R)
     for step in range(int(LARGEST_SHRINK * SHRINK_STEPS)):
         shrink = 1 - step / SHRINK_STEPS
         for round_zero in (torch.round,) if config.sym else (torch.floor, torch.ceil):
-            tried_scale_R, tried_zero_R = _scale_and_zero(shrink * low_R, shrink * high_R, config, round_zero)
+            tried_scale_R, tried_zero_R = scale_and_zero(shrink * low_R, shrink * high_R, config, round_zero)
             error_RC = round_to_grid(weight_RC, tried_scale_R[:, None], tried_zero_R[:, None], config.bits)
             error_RC.sub_(tried_zero_R[:, None]).mul_(tried_scale_R[:, None]).sub_(weight_RC)
             error_R = error_RC.abs_().pow_(config.mse).sum(dim=1)
@@ -200,9 +193,22 @@ def round_to_grid(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Ten
     return torch.div(weight, scale).round_().add_(zero).clamp_(0, 2**bits - 1)
 
 
-def _scale_and_zero(
+def full_range(weight_RC: Tensor, config: GridConfig) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest point that a grid over all of each row's weights must reach; never equal."""
+    low_R, high_R = torch.aminmax(weight_RC, dim=1)
+    low_R, high_R = low_R.clamp(max=0), high_R.clamp(min=0)
+    if config.sym:
+        middle = 2 ** (config.bits - 1)
+        step_R = torch.maximum(torch.div(-low_R, middle), torch.div(high_R, middle - 0.5))
+        low_R, high_R = -middle * step_R, (middle - 1) * step_R
+    is_zero_R = low_R == high_R
+    return low_R.masked_fill(is_zero_R, -1.0), high_R.masked_fill(is_zero_R, 1.0)
+
+
+def scale_and_zero(
     low_R: Tensor, high_R: Tensor, config: GridConfig, round_zero: Callable[[Tensor], Tensor] = torch.round
 ) -> tuple[Tensor, Tensor]:
+    """The grid that spans a range: scales that are exact float16 values, zeros integers, both float32."""
     last_code = 2**config.bits - 1
     scale_R = _as_half(torch.div(high_R - low_R, last_code))
     if config.sym:

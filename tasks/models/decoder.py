@@ -8,8 +8,9 @@ over stand-ins that only hand the hidden states on. Legend: `B` samples, `T` tok
 
 import copy
 import inspect
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,10 +20,26 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tasks.models.folding import PROBED_TOKENS, Folding, find_folding
+from tasks.models.layer_names import LayoutError, linears, names_in_files, unfuse
 from tasks.models.source import TORCH_DTYPE, SourceError, SourceModel
 from tasks.models.tensor_check import tensor_problems
 
-SUPPORTED = frozenset({"llama"})
+# The families that are tested; what they have of their own is in transformers' code, and in none of ours.
+SUPPORTED = frozenset(
+    {
+        "apertus", "arcee", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
+        "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "granite", "hunyuan_v1_dense", "llama", "mistral",
+        "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2",
+        "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    }
+)  # fmt: skip
+# Of transformers' implementations of experts the one that goes through them one after the other.
+EXPERTS = "eager"
+# Heads that guess further tokens: transformers builds none, programs that serve models use them.
+MULTI_TOKEN_PREDICTION = re.compile(r"(model\.)?mtp[._]")
+# Attributes by which the modules of a layer know its place, which makes it no other kind.
+LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
 
 
 def is_supported(model_type: object) -> bool:
@@ -72,6 +89,22 @@ class _Call:
         return torch.equal(self.attention_mask, other.attention_mask)
 
 
+@dataclass(frozen=True)
+class _Skeleton:
+    layer: nn.Module
+    names: dict[str, str]  # the files' name of each tensor by its own, within the layer
+
+
+@dataclass(frozen=True)
+class LinearKind:
+    """The linears of one name and one shape in all layers, together."""
+
+    name: str  # within a layer; with its shape where other layers have another under the same name
+    out_features: int
+    in_features: int
+    modules: tuple[str, ...]  # full names
+
+
 class Decoder:
     """The model of a source: names, shapes and subsets at once, weights a layer at a time. Safe for several threads."""
 
@@ -82,22 +115,36 @@ class Decoder:
         self.model_class = type(model)
         self._model = model
         self._front = model.get_decoder()  # everything but the layers, the head and their weights
-        self._layers_attribute, layers = _layer_list(self._front, self.config.num_hidden_layers)
+        self._layers_attribute, layers = layer_list(self._front, self.config.num_hidden_layers)
         self._layers: tuple[nn.Module, ...] = tuple(layers)
+        self.layer_count = len(self._layers)
         front_name = next(name for name, module in model.named_modules() if module is self._front)
         self._layers_name = ".".join(part for part in (front_name, self._layers_attribute) if part)
+        try:
+            self._in_files, self._outer_in_files = self._names_in_files(), self._outer_names_in_files()
+        except LayoutError as error:
+            raise SourceError(source.path, [str(error)]) from error
         setattr(self._front, self._layers_attribute, nn.ModuleList())
         for module in self._front.modules():
             _fill_buffers(model, module, "cpu")
         embedding = model.get_input_embeddings()
-        self._embedding_name = next(name for name, module in model.named_modules() if module is embedding)
+        own_name = next(name for name, module in model.named_modules() if module is embedding)
+        self._embedding_name = self._outer_in_files[f"{own_name}.weight"]
         self._embedding: nn.Module | None = None
         self._last_calls: dict[torch.device, _Call] = {}
-        self.layer_count = len(self._layers)
+        self._skeletons: dict[int, _Skeleton] = {}
+        self._subsets: dict[int, tuple[tuple[str, ...], ...]] = {}
         # Tensors that are another one under a second name, by that other's name.
-        self._tied: dict[str, str] = dict(model.all_tied_weights_keys)
-        untied_heads = model._tied_weights_keys or ()
-        problems = tensor_problems(source, self._expected_shapes(), self._tied, untied_heads)
+        in_files = self._outer_in_files
+        self._tied = {
+            in_files.get(name, name): in_files.get(other, other) for name, other in model.all_tied_weights_keys.items()
+        }
+        untied_heads = [in_files.get(name, name) for name in model._tied_weights_keys or ()]
+        try:
+            expected = self._expected_shapes()
+        except LayoutError as error:
+            raise SourceError(source.path, [str(error)]) from error
+        problems = tensor_problems(source, expected, self._tied, untied_heads, self.carried_tensor_names)
         if problems:
             raise SourceError(source.path, problems)
 
@@ -105,6 +152,7 @@ class Decoder:
     def from_source(cls, source: SourceModel, attn_implementation: str = "sdpa") -> "Decoder":
         """Build the skeleton and compare it with the source's tensors; no tensor is read, but for a doubled head.
 
+        Families that have no sdpa attention get transformers' eager one.
         Raises SourceError when the family is not supported, the source is quantized already, or tensors are missing,
         unexpected or of another shape; all in one list.
         """
@@ -120,7 +168,7 @@ class Decoder:
         try:
             config = AutoConfig.from_pretrained(source.path)
             with init_empty_weights(include_buffers=True):
-                model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+                model = _built(config, attn_implementation)
         except Exception as error:  # config.json is the user's: whatever it makes transformers raise is told as such
             raise SourceError(source.path, [f"transformers can't build it from `config.json`: {error}"]) from error
         if config.num_hidden_layers < 1:
@@ -135,47 +183,129 @@ class Decoder:
 
     def layer_tensor_names(self, i: int) -> tuple[str, ...]:
         """Full names of all tensors of layer `i`, as the source has them."""
-        return tuple(f"{self.layer_name(i)}.{name}" for name in self._layers[i].state_dict())
+        return tuple(f"{self.layer_name(i)}.{name}" for name in self._skeleton(i).names.values())
 
     @cached_property
     def outer_tensor_names(self) -> tuple[str, ...]:
         """Full names of the tensors outside the layers (embedding, norm, head), without a tied head."""
-        return tuple(name for name in self._model.state_dict() if name not in self._tied)
+        return tuple(name for name in self._outer_in_files.values() if name not in self._tied)
+
+    @cached_property
+    def carried_tensor_names(self) -> tuple[str, ...]:
+        """Full names of the source's tensors that the model does not use and an export keeps: multi-token prediction."""
+        return tuple(name for name in self.source.tensors if self._is_carried(name))
+
+    def _is_carried(self, name: str) -> bool:
+        beyond = re.match(rf"{re.escape(self._layers_name)}\.(\d+)\.", name)
+        return MULTI_TOKEN_PREDICTION.match(name) is not None or (
+            beyond is not None and 0 <= int(beyond[1]) - self.layer_count < self._extra_layers
+        )
+
+    @property
+    def _extra_layers(self) -> int:
+        count = getattr(self.config, "num_nextn_predict_layers", 0)
+        return count if isinstance(count, int) else 0
+
+    def _names_in_files(self) -> dict[int, dict[str, tuple[str, ...]]]:
+        """For each kind of layer the files' names of its tensors by its own, all within the layer."""
+        found = {}
+        for kind in self.layers_of_each_kind:
+            prefix = f"{self.layer_name(kind)}."
+            tensors = {prefix + name: tensor for name, tensor in self._layers[kind].state_dict().items()}
+            found[kind] = {
+                name.removeprefix(prefix): tuple(part.removeprefix(prefix) for part in parts)
+                for name, parts in names_in_files(self._model, tensors).items()
+            }
+        return found
+
+    def _outer_names_in_files(self) -> dict[str, str]:
+        """The files' names of the tensors outside the layers by the model's own."""
+        outer = {
+            name: t for name, t in self._model.state_dict().items() if not name.startswith(f"{self._layers_name}.")
+        }
+        names = {}
+        for name, in_files in names_in_files(self._model, outer).items():
+            if len(in_files) != 1:
+                raise LayoutError(f"`{name}` is made of {len(in_files)} tensors of the files")
+            (names[name],) = in_files
+        return names
+
+    def _skeleton(self, i: int) -> _Skeleton:
+        """The layer that stands for the kind of layer `i`, unfused, on the meta device; not to be changed."""
+        kind = self.kinds[i]
+        if kind not in self._skeletons:
+            layer = copy.deepcopy(self._layers[kind], {id(self.config): self.config})
+            self._skeletons[kind] = _Skeleton(layer, unfuse(layer, self._in_files[kind]))
+        return self._skeletons[kind]
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         outer = self._model.state_dict()
-        shapes = {name: tuple(outer[name].shape) for name in self.outer_tensor_names}
-        for i, layer in enumerate(self._layers):
-            shapes |= {f"{self.layer_name(i)}.{name}": tuple(t.shape) for name, t in layer.state_dict().items()}
+        shapes = {
+            in_file: tuple(outer[name].shape)
+            for name, in_file in self._outer_in_files.items()
+            if in_file not in self._tied
+        }
+        for i in range(self.layer_count):
+            skeleton, prefix = self._skeleton(i), self.layer_name(i)
+            shapes |= {
+                f"{prefix}.{skeleton.names[name]}": tuple(tensor.shape)
+                for name, tensor in skeleton.layer.state_dict().items()
+            }
         return shapes
 
+    # Kinds of layers
+
     @cached_property
-    def layers_of_each_kind(self) -> tuple[int, ...]:
-        """The first layer of each kind; layers are of one kind when class, type and tensors' shapes agree."""
+    def kinds(self) -> tuple[int, ...]:
+        """Of each layer the first of its kind: class, type, tensors' shapes and settings of its modules are the same."""
         types = getattr(self.config, "layer_types", None) or [None] * self.layer_count
         first: dict[Any, int] = {}
-        for i, layer in enumerate(self._layers):
-            shapes = tuple((name, tuple(tensor.shape)) for name, tensor in layer.state_dict().items())
-            first.setdefault((type(layer), types[i], shapes), i)
-        return tuple(first.values())
+        return tuple(first.setdefault((types[i], *_kind(layer)), i) for i, layer in enumerate(self._layers))
 
-    @cached_property
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(N, K) of every linear of a layer, by its name within the layer, in the order of execution."""
-        linears = dict(_linears(self._layers[0]))
+    @property
+    def layers_of_each_kind(self) -> tuple[int, ...]:
+        """The first layer of each kind."""
+        return tuple(dict.fromkeys(self.kinds))
+
+    def linear_shapes(self, i: int) -> dict[str, tuple[int, int]]:
+        """(N, K) of every linear of layer `i`, by its name within the layer, in the order of execution."""
+        layer = self._skeleton(i).layer
         return {
-            name: (linears[name].out_features, linears[name].in_features) for subset in self.subsets for name in subset
+            name: (linear.out_features, linear.in_features)
+            for subset in self.subsets(i)
+            for name in subset
+            if isinstance(linear := layer.get_submodule(name), nn.Linear)
         }
 
+    def subsets(self, i: int) -> tuple[tuple[str, ...], ...]:
+        """The linears of layer `i` in order of execution, grouped where successive ones get the very same input."""
+        kind = self.kinds[i]
+        if kind not in self._subsets:
+            self._subsets[kind] = self._traced_subsets(kind)
+        return self._subsets[kind]
+
     @cached_property
-    def subsets(self) -> tuple[tuple[str, ...], ...]:
-        """A layer's linears in order of execution, grouped where successive ones get the very same input."""
-        layer = copy.deepcopy(self._layers[0])
+    def linear_kinds(self) -> tuple[LinearKind, ...]:
+        """All linears of all layers by name and shape, in the order of execution."""
+        modules: dict[tuple[str, int, int], list[str]] = {}
+        for i in range(self.layer_count):
+            for name, shape in self.linear_shapes(i).items():
+                modules.setdefault((name, *shape), []).append(f"{self.layer_name(i)}.{name}")
+        shapes_of = Counter(name for name, _, _ in modules)
+        return tuple(
+            LinearKind(name if shapes_of[name] == 1 else f"{name} ({n} x {k})", n, k, tuple(full))
+            for (name, n, k), full in modules.items()
+        )
+
+    def _traced_subsets(self, i: int) -> tuple[tuple[str, ...], ...]:
+        skeleton = self._skeleton(i)
+        layer = copy.deepcopy(skeleton.layer, {id(self.config): self.config})
         seen: list[tuple[str, Tensor]] = []  # inputs stay alive, so that identity means identity
-        for name, linear in _linears(layer):
+        for own, linear in linears(layer):
+            name = skeleton.names[f"{own}.weight"].removesuffix(".weight")
             linear.register_forward_pre_hook(lambda _, args, name=name: seen.append((name, args[0])))
         hidden_BTH = torch.zeros(1, 2, self.config.hidden_size)
-        arguments = _on_meta(self.call_arguments(0, hidden_BTH, None))
+        arguments = _on_meta(self.call_arguments(i, hidden_BTH, None))
         layer(hidden_BTH.to("meta"), **arguments)
         subsets: list[list[str]] = []
         previous = None
@@ -186,6 +316,15 @@ class Decoder:
                 subsets.append([name])
             previous = input_BTK
         return tuple(tuple(subset) for subset in subsets)
+
+    def folding(self, i: int) -> Folding:
+        """Which modules of layer `i` may take up scales of its linears' inputs; no weight is read."""
+        layer = copy.deepcopy(self._skeleton(i).layer, {id(self.config): self.config})
+        for module in layer.modules():
+            _fill_buffers(self._model, module, "cpu")
+        generator = torch.Generator().manual_seed(0)
+        hidden_BTH = torch.randn(1, PROBED_TOKENS, self.config.hidden_size, generator=generator)
+        return find_folding(layer, self.subsets(i), hidden_BTH, self.call_arguments(i, hidden_BTH, None))
 
     # Dtypes
 
@@ -211,10 +350,11 @@ class Decoder:
         dtype while it is converted.
         """
         dtype = dtype or self.compute_dtype(device)
-        layer = copy.deepcopy(self._layers[i], {id(self.config): self.config})
+        layer, names = copy.deepcopy(self._layers[i], {id(self.config): self.config}), self._in_files[self.kinds[i]]
         prefix = f"{self.layer_name(i)}."
-        tensors = self.source.load(self.layer_tensor_names(i), device, dtype)
-        layer.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, assign=True)
+        own_names = {f"{prefix}{in_file}": own for own, in_file in unfuse(layer, names).items()}
+        tensors = self.source.load(own_names, device, dtype)
+        layer.load_state_dict({own_names[name]: tensor for name, tensor in tensors.items()}, assign=True)
         for module in layer.modules():
             _fill_buffers(self._model, module, device)
         return layer.requires_grad_(False)
@@ -225,7 +365,7 @@ class Decoder:
         The embedding is loaded at the first call and stays until `release`.
         """
         if self._embedding is None:
-            name = f"{self._embedding_name}.weight"
+            name = self._embedding_name
             embedding = copy.deepcopy(self._model.get_input_embeddings())
             embedding.load_state_dict({"weight": self.source.load([name])[name]}, assign=True)
             self._embedding = embedding.requires_grad_(False)
@@ -270,15 +410,32 @@ class Decoder:
         return front
 
 
-def _layer_list(front: nn.Module, layer_count: int) -> tuple[str, nn.ModuleList]:
+def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """The model with this attention where its family has it, and with experts one after the other."""
+    if attention == "sdpa" and not AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa:
+        attention = "eager"
+    options = {"attn_implementation": attention, "experts_implementation": EXPERTS}
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+    return model
+
+
+def layer_list(front: nn.Module, layer_count: int) -> tuple[str, nn.ModuleList]:
     for name, module in front.named_children():
         if isinstance(module, nn.ModuleList) and len(module) == layer_count:
             return name, module
     raise AssertionError(f"{type(front).__name__} has no list of {layer_count} layers")
 
 
-def _linears(layer: nn.Module) -> Iterable[tuple[str, nn.Linear]]:
-    return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What two layers of one kind have in common; all that may differ is their number."""
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in layer.state_dict().items())
+    settings = tuple(
+        (name, attribute, value)
+        for name, module in layer.named_modules()
+        for attribute, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | float | str | None) and attribute not in LAYER_NUMBERS
+    )
+    return type(layer), shapes, settings
 
 
 def _fill_buffers(model: PreTrainedModel, module: nn.Module, device: str | torch.device) -> None:

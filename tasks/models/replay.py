@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from tasks.models.decoder import Decoder, map_tensors
+from tasks.models.decoder import EXPERTS, Decoder, layer_list, map_tensors
+from tasks.models.experts import UnfusedExperts, fused_experts
 from tasks.models.staged import StagedForward
 
 VOCABULARY_ROWS = 32
@@ -58,9 +59,7 @@ def _reference(decoder: Decoder, chosen: tuple[int, ...], dtype: torch.dtype) ->
     source = decoder.source
     config = copy.deepcopy(decoder.config)
     rows = min(VOCABULARY_ROWS, config.vocab_size)
-    config.num_hidden_layers, config.vocab_size, config.pad_token_id = len(chosen), rows, None
-    if getattr(config, "layer_types", None):
-        config.layer_types = [decoder.config.layer_types[i] for i in chosen]
+    config.vocab_size, config.pad_token_id = rows, None
     tensors = {}
     for name in decoder.outer_tensor_names:
         if source.tensors[name].shape[0] == decoder.config.vocab_size:
@@ -71,18 +70,42 @@ def _reference(decoder: Decoder, chosen: tuple[int, ...], dtype: torch.dtype) ->
         for name, tensor in source.load(decoder.layer_tensor_names(i)).items():
             tensors[decoder.layer_name(place) + name.removeprefix(decoder.layer_name(i))] = tensor
     with _without_progress_bars():
-        model, report = decoder.model_class.from_pretrained(
+        model, report = _cut_class(decoder, chosen).from_pretrained(
             None,
             config=config,
             state_dict=tensors,
             dtype=dtype,
             attn_implementation=decoder.attn_implementation,
+            experts_implementation=EXPERTS,
             output_loading_info=True,
         )
     wrong = "; ".join(f"{kind}: {', '.join(map(str, names))}" for kind, names in report.items() if names)
     if wrong:
         raise ReplayError(f"transformers does not take the source's tensors as they are ({wrong})")
     return model
+
+
+def _cut_class(decoder: Decoder, chosen: tuple[int, ...]) -> type[PreTrainedModel]:
+    """The model's class, which drops all layers but the chosen as soon as it is built: before any has weights.
+
+    They are built by the whole configuration, so that each is what it is in the whole model. Its settings that hold one
+    value per layer are then cut alike.
+    """
+    whole = decoder.model_class
+    count = decoder.layer_count
+
+    def build(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, config, *args, **kwargs)
+        front = self.get_decoder()
+        attribute, layers = layer_list(front, count)
+        setattr(front, attribute, nn.ModuleList(layers[i] for i in chosen))
+        for key, value in list(vars(self.config).items()):
+            if isinstance(value, list | tuple) and len(value) == count:
+                setattr(self.config, key, [value[i] for i in chosen])
+        self.config.num_hidden_layers = len(chosen)
+
+    # Its module too: transformers knows by it whose names for the tensors hold.
+    return type(whole.__name__, (whole,), {"__init__": build, "__module__": whole.__module__})
 
 
 @contextmanager
@@ -108,24 +131,29 @@ def _replay(
     hidden_BTH = decoder.embed(input_ids).to(device, decoder.compute_dtype(device))
     for i in chosen:
         arguments = decoder.call_arguments(i, hidden_BTH, attention_mask)
-        with StagedForward(layers[decoder.layer_name(i)], decoder.subsets, [(hidden_BTH, arguments)]) as staged:
-            for subset in decoder.subsets:
+        with StagedForward(layers[decoder.layer_name(i)], decoder.subsets(i), [(hidden_BTH, arguments)]) as staged:
+            for subset in decoder.subsets(i):
                 for _ in staged.advance(subset):
                     pass
             (hidden_BTH,) = staged.finish()
 
 
 def _weights(layers: Mapping[str, nn.Module]) -> Trace:
-    return [
-        (f"weight `{layer_name}.{name}`", tensor)
-        for layer_name, layer in layers.items()
-        for name, tensor in layer.state_dict().items()
-    ]
+    """The layers' weights as transformers holds them: experts fused."""
+    trace = []
+    for layer_name, layer in layers.items():
+        tensors = layer.state_dict()
+        for path, module in layer.named_modules():
+            if isinstance(module, UnfusedExperts):
+                tensors = {name: tensors[name] for name in tensors if not name.startswith(f"{path}.")}
+                tensors |= {f"{path}.{name}": tensor for name, tensor in module.fused_tensors().items()}
+        trace += [(f"weight `{layer_name}.{name}`", tensors[name]) for name in sorted(tensors)]
+    return trace
 
 
 @contextmanager
 def _recorded(layers: Mapping[str, nn.Module]) -> Iterator[Trace]:
-    """Record what enters and leaves the layers, and what enters their linears, while this is open."""
+    """Record what enters and leaves the layers and their experts, and what enters their other linears, while this is open."""
     trace: Trace = []
 
     def record(name: str, value: Any) -> None:
@@ -146,9 +174,15 @@ def _recorded(layers: Mapping[str, nn.Module]) -> Iterator[Trace]:
     for layer_name, layer in layers.items():
         handles.append(layer.register_forward_pre_hook(on_entry(layer_name), with_kwargs=True))
         handles.append(layer.register_forward_hook(on_exit(layer_name)))
+        experts = {name for name, module in layer.named_modules() if isinstance(module, UnfusedExperts)}
+        experts |= {name for name, _ in fused_experts(layer)}
         for name, module in layer.named_modules():
-            if isinstance(module, nn.Linear):
-                handles.append(module.register_forward_pre_hook(on_entry(f"{layer_name}.{name}"), with_kwargs=True))
+            full = f"{layer_name}.{name}"
+            is_inside = any(name.startswith(f"{path}.") for path in experts)
+            if name in experts or (isinstance(module, nn.Linear) and not is_inside):
+                handles.append(module.register_forward_pre_hook(on_entry(full), with_kwargs=True))
+            if name in experts:
+                handles.append(module.register_forward_hook(on_exit(full)))
     try:
         yield trace
     finally:

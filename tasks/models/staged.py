@@ -8,6 +8,9 @@ Memory: all batches are inside the layer at once. What stays alive for each of t
 what the paused forward still needs. At {q,k,v}: the layer's input [B,T,H], the normed input and its mask and rotary
 tables; at {o}: the layer's input and the attention's output; at {gate,up}: the residual and the normed residual; at
 {down}: the residual and [B,T,intermediate], the peak. Masks exist only for padded batches (bool, B x T x T).
+
+Experts (`UnfusedExperts`) are paused a group at a time: what all linears of a group will get is known before the first
+of them runs, so a call waits once, with all these inputs in hand, and the caller takes the group's subsets one by one.
 """
 
 import threading
@@ -18,6 +21,11 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
+
+from tasks.models.experts import Arrival, UnfusedExperts
+
+# By linear: its input [B, T, K] or [rows, K], and which of the call's B x T tokens the rows are, where they are not all.
+Waiting = dict[str, tuple[Tensor, Tensor | None]]
 
 
 class StagedForward:
@@ -47,7 +55,7 @@ class StagedForward:
         self._linears = {name: layer.get_submodule(name) for subset in self._subsets for name in subset}
         self._released: set[str] = set()
         self._greenlets: list[greenlet] = []
-        self._paused: list[tuple[str, Tensor] | None] = []  # linear and its input; None once the call is through
+        self._paused: list[Waiting | None] = []  # at these linears; None once the call is through
         self._outputs: list[Tensor | None] = []
         self._thread: int | None = None
 
@@ -55,6 +63,8 @@ class StagedForward:
         self._thread = threading.get_ident()
         for name, linear in self._linears.items():
             linear.forward = self._gated(name, linear.forward)
+        for experts in self._experts():
+            experts.announce = self._announced
         return self
 
     def __exit__(
@@ -62,6 +72,8 @@ class StagedForward:
     ) -> None:
         for linear in self._linears.values():
             linear.__dict__.pop("forward", None)
+        for experts in self._experts():
+            experts.announce = None
         greenlets, self._greenlets = self._greenlets, []
         self._paused, self._outputs, self._calls = [], [], ()
         for call in greenlets:
@@ -72,8 +84,9 @@ class StagedForward:
     def advance(self, subset: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
         """Bring every call to `subset`, yielding (number of the call, input [B, T, K]) as each arrives.
 
-        Subsets are taken in their order; the weights of the one before are final from here on. A call that does not
-        use the subset (an expert without tokens) yields nothing. Iterate to the end before changing weights.
+        Subsets are taken in their order; the weights of the ones before are final from here on, but for those of the
+        same group of experts, all of whose inputs are in hand. A call that does not use the subset (an expert without
+        tokens) yields nothing; an expert's input is [rows, K]. Iterate to the end before changing weights.
         """
         names = tuple(subset)
         if names not in self._subsets:
@@ -83,9 +96,22 @@ class StagedForward:
             raise RuntimeError(f"{names} is already past: subsets are taken in their order")
         self._released |= before
         for index in self._run():
-            paused = self._paused[index]
-            if paused is not None and paused[0] in names:
-                yield index, paused[1]
+            paused = self._paused[index] or {}
+            name = next((name for name in names if name in paused), None)
+            if name is not None:
+                yield index, paused[name][0]
+
+    def real_tokens(self, index: int, subset: Sequence[str], mask_BT: Tensor) -> Tensor:
+        """The rows [tokens, K] of the input that call `index` waits with at `subset`, less padding.
+
+        `mask_BT`, on any device, is True at the call's real tokens.
+        """
+        input_BTK, rows = (self._paused[index] or {})[subset[0]]
+        input_TK = input_BTK.reshape(-1, input_BTK.shape[-1])
+        if bool(mask_BT.all()):
+            return input_TK
+        mask_T = mask_BT.reshape(-1).to(input_TK.device)
+        return input_TK[mask_T if rows is None else mask_T[rows]]
 
     def finish(self) -> list[Tensor]:
         """Run every call to its end and return the layer's outputs [B, T, H], in the order of the calls."""
@@ -110,7 +136,7 @@ class StagedForward:
             self._calls = ()
             return
         for index, paused in enumerate(self._paused):
-            if paused is not None and paused[0] in self._released:
+            if paused is not None and self._released.issuperset(paused):
                 del paused
                 self._switch(index)
             yield index
@@ -132,7 +158,21 @@ class StagedForward:
             if name not in self._released:
                 caller = getcurrent().parent
                 assert caller is not None, "a gated layer runs inside a StagedForward only"
-                caller.switch((name, input_BTK))
+                caller.switch({name: (input_BTK, None)})
             return forward(input_BTK)
 
         return pause_then_forward
+
+    def _announced(self, arrivals: list[Arrival]) -> None:
+        """Wait with what a group of experts is about to get, until all of its linears are released."""
+        names = {id(linear): name for name, linear in self._linears.items()}
+        waited = {
+            names[id(linear)]: (x, rows) for linears, x, rows in arrivals for linear in linears if id(linear) in names
+        }
+        if not self._released.issuperset(waited):
+            caller = getcurrent().parent
+            assert caller is not None, "a gated layer runs inside a StagedForward only"
+            caller.switch(waited)
+
+    def _experts(self) -> list[UnfusedExperts]:
+        return [module for module in self._layer.modules() if isinstance(module, UnfusedExperts)]

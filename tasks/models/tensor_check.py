@@ -17,13 +17,14 @@ def tensor_problems(
     expected: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
     untied_heads: Collection[str],
+    carried: Collection[str] = (),
 ) -> list[str]:
     """Everything that is missing, unexpected, of another shape or not a plain float.
 
     `expected` are the shapes of the tensors the model needs. `tied` are second names of others (lm_head of a tied
     model, by the embedding's name): such a tensor may be absent, or the same bytes, and is then never written; with
     other bytes there is no telling which one the model means, so it is refused. `untied_heads` are the tensors that
-    another tie_word_embeddings would have tied.
+    another tie_word_embeddings would have tied. `carried` are tensors that are kept although the model needs them not.
     """
     found = source.tensors
     problems = [f"`{name}` is missing" for name in expected if name not in found]
@@ -32,7 +33,7 @@ def tensor_problems(
     problems += [
         f"`{name}` is unexpected"
         for name in found
-        if name not in expected and name not in tied and not name.endswith(DERIVABLE)
+        if name not in expected and name not in tied and name not in carried and not name.endswith(DERIVABLE)
     ]
     for name, shape in expected.items():
         if name in found and found[name].shape != shape:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
 from gptqmodel.quantization import QuantizeConfig
 from gptqmodel.quantization.gptq import GPTQ
 from gptqmodel.utils.backend import BACKEND
@@ -79,7 +80,31 @@ def packed() -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
+def packed_awq() -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    codes_NK = torch.randint(0, 16, (24, 64))
+    zeros_NG = torch.randint(0, 16, (24, 2))
+    scales_NG = (torch.rand(24, 2) + 0.5).half().float()
+    columns_K = torch.arange(64) // 32
+    linear = torch.nn.Linear(64, 24, bias=True)
+    linear.weight.data = (codes_NK - zeros_NG[:, columns_K]) * scales_NG[:, columns_K]
+    linear.bias.data = linear.bias.data.half().float()
+    layer = AwqTorchLinear(
+        bits=4, group_size=32, sym=False, desc_act=False, in_features=64, out_features=24, bias=True,
+        register_buffers=True,
+    )  # fmt: skip
+    layer.pack(linear, scales_NG.half(), zeros_NG)
+    tensors = {"codes": codes_NK.to(torch.uint8), "zeros": zeros_NG.to(torch.uint8), "source_bias": linear.bias.data}
+    tensors |= {name: getattr(layer, name).clone() for name in ("qweight", "qzeros", "scales")}
+    layer.post_init()
+    x_TK = torch.randn(3, 64).half()
+    with torch.inference_mode():
+        tensors |= {"x": x_TK, "y": layer(x_TK)}
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
     save_file(quantized(), directory / "gptqmodel_gptq.safetensors")
     save_file(packed(), directory / "gptqmodel_packed.safetensors")
+    save_file(packed_awq(), directory / "gptqmodel_awq.safetensors")

@@ -1,0 +1,62 @@
+"""How AWQ is carried out: input moments for every subset of a layer, scales for all of them, then rows in units."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from tasks.job import AWQConfig
+from tasks.methods import awq, rtn
+from tasks.methods.grid import QuantizedRows, check_weight
+from tasks.models.decoder import Decoder
+from tasks.models.source import SourceModel
+from tasks.schemes import Prepared, Scheme, Statistic
+
+
+class AWQScheme(Scheme):
+    """Channel scales from a layer's own inputs; subsets that too few tokens reach are rounded to nearest, unscaled."""
+
+    quantizes_units = True
+    scales_layers = True
+
+    def __init__(self, config: AWQConfig, source: SourceModel) -> None:
+        super().__init__(config, source)
+        self.awq_config = config
+
+    # Quantizing
+
+    def statistic(self, in_features: int, device: torch.device) -> Statistic:
+        return awq.InputSum(in_features, device)
+
+    def statistics_bytes(self, in_features: Iterable[int]) -> int:
+        """The moments of all subsets at once, and the widest three times more while they are used."""
+        squares = [4 * width**2 for width in in_features]
+        return sum(squares) + 3 * max(squares)
+
+    def prepare(self, total: awq.InputSum | None, all_tokens: int, name: str) -> Prepared:
+        tokens = total.tokens if total is not None else 0
+        if total is None or tokens == 0 or tokens < self.awq_config.fallback_tokens * all_tokens:
+            return Prepared(None, "rtn", tokens, None, f"{tokens} of {all_tokens} calibration tokens reached it")
+        try:
+            return Prepared(total.moments(), "awq", tokens)
+        except awq.ActivationError as error:
+            raise awq.ActivationError(f"`{name}`: {error}") from error
+
+    def check(self, weight_NK: Tensor) -> None:
+        check_weight(weight_NK, self.awq_config)
+
+    def quantize_unit(self, weight_NK: Tensor, state: awq.Moments | None) -> QuantizedRows:
+        if state is None:
+            return rtn.quantize_rows(weight_NK, self.awq_config).to("cpu")
+        return awq.quantize_rows(weight_NK, state, self.awq_config).to("cpu")
+
+    # What preflight asks
+
+    def layer_notes(self, decoder: Decoder) -> Iterator[str]:
+        """Which subsets keep their scale, for each kind of layer, and why."""
+        told: dict[str, list[str]] = {}
+        for layer in decoder.layers_of_each_kind:
+            for subset, reason in decoder.folding(layer).refusals.items():
+                told.setdefault(f"{', '.join(subset)} can't be scaled, only clipped: {reason}", []).append(str(layer))
+        for note, layers in told.items():
+            yield f"layers like {', '.join(layers)}: {note}"

@@ -1,0 +1,132 @@
+"""A layer's experts as one linear per projection and expert, where transformers keeps them fused in 3-D parameters.
+
+Files hold an expert's projections one by one, quantizers quantize them one by one, and so do the loaders of what we
+export. `UnfusedExperts` takes the fused module's place and computes the same: the same tokens per expert in the same
+order, the same activation, the experts' outputs added in the same order. One thing may differ: gate and up are two
+products of I rows where transformers has one of 2 I, which a GPU may round otherwise in the last bit. On a CPU they are
+equal, and the check before layer 0 compares them bit by bit.
+
+Legend: `T` tokens of all samples in a call, `S` experts per token, `E` experts, `H` hidden size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Linears, the tensor that they will all get, and which of the call's tokens its rows are.
+Arrival = tuple[tuple[nn.Module, ...], Tensor, Tensor]
+
+
+class UnfusedExperts(nn.Module):
+    """What a fused experts module of transformers computes in its eager implementation, expert by expert.
+
+    Its children are named by the number of the expert, theirs as the source names the projections. Experts are gone
+    through in `groups`, contiguous and in order: all inputs of a group are known at once, so that a group is quantized
+    at once. The result does not depend on the grouping.
+    """
+
+    def __init__(self, fused: nn.Module, projections: Sequence[str]) -> None:
+        """`projections`: the source's names of gate, up and down, or of up and down where there is no gate."""
+        super().__init__()
+        self.num_experts = experts_in(fused)
+        self._up_names, self._down_name = tuple(projections[:-1]), projections[-1]
+        self.groups: tuple[tuple[int, ...], ...] = tuple((expert,) for expert in range(self.num_experts))
+        # Called with what a group's linears are about to get; a staged forward waits in it.
+        self.announce: Callable[[list[Arrival]], None] | None = None
+        up, down = fused.get_parameter(_up_parameter(fused)), fused.get_parameter("down_proj")
+        rows, hidden = up.shape[1:]
+        for number in range(self.num_experts):
+            expert = nn.Module()
+            for name in self._up_names:
+                expert.add_module(name, _linear(hidden, rows // len(self._up_names), up))
+            expert.add_module(self._down_name, _linear(down.shape[2], down.shape[1], down))
+            self.add_module(str(number), expert)
+        for name in [name for name, _ in fused.named_parameters(recurse=False)]:
+            delattr(fused, name)
+        self._fused = (fused,)  # its activation and settings; in a tuple: not a submodule
+
+    def forward(self, hidden_TH: Tensor, experts_TS: Tensor, weights_TS: Tensor) -> Tensor:
+        if hidden_TH.is_meta:
+            return self._traced(hidden_TH)
+        out_TH = torch.zeros_like(hidden_TH)
+        mask_EST = nn.functional.one_hot(experts_TS, num_classes=self.num_experts + 1).permute(2, 1, 0)
+        for group in self.groups:
+            places = {expert: torch.where(mask_EST[expert]) for expert in group}
+            inputs = {expert: hidden_TH[rows] for expert, (_, rows) in places.items() if len(rows)}
+            self._tell([(self._ups(expert), x, places[expert][1]) for expert, x in inputs.items()])
+            # In place of its input: what is done with is not kept.
+            for expert in inputs:
+                inputs[expert] = self._activated(expert, inputs[expert])
+            self._tell([((self._down(expert),), x, places[expert][1]) for expert, x in inputs.items()])
+            for expert in list(inputs):
+                slots, rows = places[expert]
+                part = self._down(expert)(inputs.pop(expert)) * weights_TS[rows, slots, None]
+                out_TH.index_add_(0, rows, part.to(out_TH.dtype))
+        return out_TH
+
+    def fused_tensors(self) -> dict[str, Tensor]:
+        """The weights as transformers holds them, by its names."""
+        ups: list[Tensor] = [
+            torch.cat([linear.get_parameter("weight") for linear in self._ups(e)]) for e in range(self.num_experts)
+        ]
+        downs: list[Tensor] = [self._down(e).get_parameter("weight") for e in range(self.num_experts)]
+        return {_up_parameter(self._fused[0]): torch.stack(ups), "down_proj": torch.stack(downs)}
+
+    def _traced(self, hidden_TH: Tensor) -> Tensor:
+        """Every expert's linears once, in order; without data there is no telling which are hit."""
+        for expert in range(self.num_experts):
+            self._down(expert)(self._activated(expert, hidden_TH.clone()))
+        return torch.zeros_like(hidden_TH)
+
+    def _activated(self, expert: int, x: Tensor) -> Tensor:
+        fused: Any = self._fused[0]
+        outputs = [linear(x) for linear in self._ups(expert)]
+        if len(outputs) == 1:
+            activated: Tensor = fused.act_fn(outputs[0])
+        else:
+            activated = fused._apply_gate(torch.cat(outputs, dim=-1))
+        return activated
+
+    def _tell(self, arrivals: list[Arrival]) -> None:
+        if self.announce is not None and arrivals:
+            self.announce(arrivals)
+
+    def _ups(self, expert: int) -> tuple[nn.Module, ...]:
+        return tuple(self.get_submodule(f"{expert}.{name}") for name in self._up_names)
+
+    def _down(self, expert: int) -> nn.Module:
+        return self.get_submodule(f"{expert}.{self._down_name}")
+
+
+def fused_experts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of a layer that hold all experts in 3-D parameters, by their names within the layer."""
+    for name, module in layer.named_modules():
+        is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+        if not is_convolution and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+            yield name, module
+
+
+def why_not_unfused(fused: nn.Module) -> str | None:
+    """Why a fused module can't be taken apart, or None."""
+    parameters = {name for name, _ in fused.named_parameters(recurse=False)}
+    if not hasattr(fused, "has_gate") or parameters != {_up_parameter(fused), "down_proj"}:
+        return (
+            f"holds {', '.join(f'`{name}`' for name in sorted(parameters))}, which is no layout of experts known here"
+        )
+    if fused.is_transposed or fused.has_bias or not fused.is_concatenated or fused.has_post_expert_norm:
+        return "has transposed, interleaved or biased experts, or norms after them"
+    return None
+
+
+def experts_in(fused: nn.Module) -> int:
+    return len(fused.get_parameter("down_proj"))
+
+
+def _up_parameter(fused: nn.Module) -> str:
+    return "gate_up_proj" if getattr(fused, "has_gate", True) else "up_proj"
+
+
+def _linear(in_features: int, out_features: int, like: Tensor) -> nn.Linear:
+    return nn.Linear(in_features, out_features, bias=False, device=like.device, dtype=like.dtype)

@@ -1,0 +1,198 @@
+"""Which modules of a layer may scale a subset's input: found by trying it on the layer's own code, not by names.
+
+AWQ multiplies the input columns of a subset's weights by scales, and divides the output channels of whatever makes that
+input: a norm, or a linear from which the input comes channel by channel (v_proj for o_proj, up_proj for down_proj).
+Whether that leaves the layer's function as it was is a property of the code between the linears, so that is what is run:
+the layer's linears are replaced by constant outputs, no weight is read, and the outputs of each candidate are doubled. A
+candidate is taken when
+
+* the inputs of every linear of one subset are doubled, exactly: powers of two commute with every product and sum;
+* nothing else changes: no other linear's input, not what the layer hands on. So an output that something else reads too
+  (a router, a residual) is refused.
+
+Doubling the channels whose number has a certain bit, bit after bit, tells from which channel each input column comes:
+with grouped queries, the heads of a group share theirs. A norm must multiply by its weight, or by one plus its weight.
+
+Shape suffixes: B samples, T tokens, H hidden size, N channels of a candidate, K in_features.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Subset = tuple[str, ...]
+PROBED_TOKENS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """A module, by its name within the layer, that can take up the inverse of a subset's scales.
+
+    channels_K int64: the output channel of it from which each of the subset's input columns comes. `offset` is 0 for a
+    norm that multiplies by its weight, 1 for one that multiplies by 1 + weight, None for a linear.
+    """
+
+    module: str
+    channels_K: Tensor
+    channel_count: int
+    offset: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Folding:
+    """What can be folded in a layer, and why a subset can't; every subset is in one of the two."""
+
+    folds: Mapping[Subset, Fold]
+    refusals: Mapping[Subset, str]
+
+
+def find_folding(
+    layer: nn.Module, subsets: Sequence[Subset], hidden_BTH: Tensor, arguments: Mapping[str, Any]
+) -> Folding:
+    """Try every norm and linear of `layer`, a skeleton whose weights may be on the meta device; it is changed.
+
+    `hidden_BTH` float32 on the CPU, of few tokens and any values, and `arguments` are what the layer is called with.
+    """
+    generator = torch.Generator().manual_seed(0)
+    probe = _Probe(layer, [name for subset in subsets for name in subset], hidden_BTH, arguments, generator)
+    folds: dict[Subset, Fold] = {}
+    refusals: dict[Subset, str] = {}
+    for name, module in layer.named_modules():
+        if not (name in probe.linears or _is_norm(module)):
+            continue
+        reached = probe.doubled_by(name)
+        readers = [subset for subset in subsets if reached.intersection(subset)]
+        if not readers:
+            continue
+        whole = len(readers) == 1 and reached == set(readers[0]) and readers[0] not in folds
+        try:
+            if not whole:
+                raise _Refused("feeds more than the linears of one subset")
+            folds[readers[0]] = probe.fold(name, readers[0][0])
+        except _Refused as reason:
+            refusals |= {subset: f"`{name}` {reason}" for subset in readers if subset not in folds}
+    for subset in subsets:
+        if not probe.reached.issuperset(subset):
+            refusals.setdefault(subset, "no token of the trial came to it")
+        refusals.setdefault(subset, "nothing before it scales its input channel by channel, and nothing else")
+    return Folding(folds, {subset: refusals[subset] for subset in subsets if subset not in folds})
+
+
+class _Refused(Exception):
+    """Why a candidate can't take up scales."""
+
+
+class _Probe:
+    """A layer whose linears give constant outputs, so that only the code between them counts."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        linears: Sequence[str],
+        hidden_BTH: Tensor,
+        arguments: Mapping[str, Any],
+        generator: torch.Generator,
+    ) -> None:
+        self.layer, self.hidden_BTH, self.arguments = layer, hidden_BTH, arguments
+        self.linears = frozenset(linears)
+        self._inputs: dict[str, list[Tensor]] = {}
+        for name, module in layer.named_modules():
+            if name in self.linears:
+                linear: Any = module
+                linear.forward = self._constant(name, linear.out_features, generator)
+                continue
+            for own, parameter in module.named_parameters(recurse=False):
+                value = 1 + 0.1 * torch.randn(parameter.shape, generator=generator)
+                setattr(module, own, nn.Parameter(value, requires_grad=False))
+        self._base, self._base_output = self._run()
+        self.reached = frozenset(self._base)
+
+    def _constant(self, name: str, out_features: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        seed = int(torch.randint(1 << 31, (), generator=generator))
+
+        def forward(input_BTK: Tensor) -> Tensor:
+            calls = self._inputs.setdefault(name, [])
+            calls.append(input_BTK.clone())
+            own = torch.Generator().manual_seed(seed + len(calls))
+            return torch.randn(*input_BTK.shape[:-1], out_features, generator=own)
+
+        return forward
+
+    def _run(self, name: str | None = None, factor_N: Tensor | None = None) -> tuple[dict[str, list[Tensor]], Tensor]:
+        """The inputs of all linears and the layer's output, with the output of module `name` times `factor_N`."""
+        self._inputs = {}
+        hooks = []
+        if name is not None:
+            module = self.layer.get_submodule(name)
+            hooks.append(module.register_forward_hook(lambda _module, _args, output: output * factor_N))
+        try:
+            with torch.no_grad():
+                output = self.layer(self.hidden_BTH.clone(), **self.arguments)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return self._inputs, output[0] if isinstance(output, tuple) else output
+
+    def doubled_by(self, name: str) -> set[str]:
+        """The linears whose inputs are doubled when the output of `name` is; empty when anything else changes too."""
+        inputs, output_BTH = self._run(name, torch.tensor(2.0))
+        if not torch.equal(output_BTH, self._base_output) or inputs.keys() != self._base.keys():
+            return set()
+        doubled = set()
+        for linear, calls in inputs.items():
+            base = self._base[linear]
+            if len(calls) != len(base) or any(call.shape != was.shape for call, was in zip(calls, base, strict=True)):
+                return set()
+            if all(torch.equal(call, was) for call, was in zip(calls, base, strict=True)):
+                continue
+            if not all(torch.equal(call, 2 * was) for call, was in zip(calls, base, strict=True)):
+                return set()
+            doubled.add(linear)
+        return doubled
+
+    def fold(self, name: str, reader: str) -> Fold:
+        """How `name` scales the input of `reader`, which doubles with it; _Refused when not channel by channel."""
+        module: Any = self.layer.get_submodule(name)
+        if isinstance(module, nn.Linear):
+            count, offset = module.out_features, None
+        else:
+            count, offset = len(module.weight), _offset(module)
+        numbers_N = torch.arange(count)
+        base_TK = torch.cat([call.reshape(-1, call.shape[-1]) for call in self._base[reader]])
+        channels_K = torch.zeros(base_TK.shape[1], dtype=torch.int64)
+        for bit in range((count - 1).bit_length()):
+            inputs, _ = self._run(name, 1.0 + ((numbers_N >> bit) & 1))
+            tried_TK = torch.cat([call.reshape(-1, call.shape[-1]) for call in inputs[reader]])
+            is_doubled_K = (tried_TK == 2 * base_TK).all(dim=0)
+            if not bool((is_doubled_K | (tried_TK == base_TK).all(dim=0)).all()):
+                raise _Refused("mixes its channels on the way")
+            channels_K += is_doubled_K.long() << bit
+        return Fold(name, channels_K, count, offset)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 1 and not list(module.children())
+
+
+def _offset(module: nn.Module) -> int:
+    """What a norm adds to its weight before it multiplies by it; _Refused unless that is 0 or 1."""
+    if len(list(module.parameters())) > 1:
+        raise _Refused("adds a bias, which scales can't be folded into exactly")
+    norm: Any = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(1)
+    x_TN = torch.randn(PROBED_TOKENS, len(norm.weight), generator=generator)
+    drawn_N = torch.rand(len(norm.weight), generator=generator)
+    outputs = {}
+    for label, weight_N in (("zero", torch.zeros_like(drawn_N)), ("one", torch.ones_like(drawn_N)), ("drawn", drawn_N)):
+        norm.weight.data.copy_(weight_N)
+        with torch.no_grad():
+            outputs[label] = norm(x_TN)
+    for offset, unit_TN in ((0, outputs["one"]), (1, outputs["zero"])):
+        if torch.allclose(outputs["drawn"], (offset + drawn_N) * unit_TN, rtol=1e-5, atol=1e-6):
+            return offset
+    raise _Refused("does not multiply by its weight, nor by 1 + its weight")

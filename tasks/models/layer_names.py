@@ -1,0 +1,93 @@
+"""What the files call the tensors of a model, and layers with one module per tensor of the files.
+
+transformers renames some tensors as it loads them and fuses others (experts). Its own way back, by which it saves, tells
+what each was called; so no family's names are written down here.
+"""
+
+import re
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from tasks.models.experts import UnfusedExperts, experts_in, fused_experts, why_not_unfused
+
+EXPERT_TENSOR = re.compile(r"(?P<experts>.+)\.(?P<number>\d+)\.(?P<projection>[^.]+)\.weight")
+# Linears that choose between experts or weigh them: small, sensitive, and left alone by every loader's fused layers.
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+
+
+class LayoutError(ValueError):
+    """The model's tensors lie in its files in a way that is not known here; the message says which and how."""
+
+
+def names_in_files(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """For each of the model's tensors what the files call it, or its parts, in order; `tensors` may be on meta."""
+    names = {}
+    for name, tensor in tensors.items():
+        try:
+            names[name] = tuple(revert_weight_conversion(model, {name: tensor}))
+        except Exception as error:  # conversions are transformers' own and many; one that we can't follow is told
+            raise LayoutError(f"`{name}` is made from the files' tensors in a way not known here: {error}") from error
+    return names
+
+
+def unfuse(layer: nn.Module, in_files: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Give `layer` a linear per projection and expert, in place; the files' name of each of its tensors by its own.
+
+    `in_files` are the files' names by the layer's, as it comes from transformers; all names are within the layer.
+    The layer answers to the files' names of its linears too (`get_submodule`). LayoutError for what can't be unfused.
+    """
+    names: dict[str, str] = {}
+    for path, fused in list(fused_experts(layer)):
+        own = [f"{path}.{name}" for name, _ in fused.named_parameters(recurse=False)]
+        if (reason := why_not_unfused(fused)) is not None:
+            raise LayoutError(f"`{path}` {reason}")
+        experts, projections = _projections(path, [name for full in own for name in in_files[full]], experts_in(fused))
+        unfused = UnfusedExperts(fused, projections)
+        layer.set_submodule(path, unfused)
+        names |= {f"{path}.{name}": f"{experts}.{name}" for name in unfused.state_dict()}
+    for name in layer.state_dict():
+        if name not in names:
+            if len(in_files[name]) != 1:
+                raise LayoutError(f"`{name}` is made of {len(in_files[name])} tensors of the files and no experts")
+            (names[name],) = in_files[name]
+    for name, in_file in names.items():
+        _alias(layer, name.rpartition(".")[0], in_file.rpartition(".")[0])
+    return names
+
+
+def linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """The linears of a layer that are quantized, by their own names within it: all but those that rank experts."""
+    return [
+        (name, module)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in ROUTERS
+    ]
+
+
+def _projections(path: str, in_files: list[str], count: int) -> tuple[str, tuple[str, ...]]:
+    """The files' name of the experts, and of their projections in the order of execution."""
+    found = [EXPERT_TENSOR.fullmatch(name) for name in in_files]
+    matches = [match for match in found if match is not None]
+    projections = tuple(dict.fromkeys(match["projection"] for match in matches))
+    prefixes = {match["experts"] for match in matches}
+    if len(matches) != len(found) or len(prefixes) != 1 or len(found) != count * len(projections):
+        raise LayoutError(
+            f"`{path}` is {', '.join(f'`{name}`' for name in in_files[:2])} in the files: experts are read from files "
+            f"that hold each projection of each expert by itself"
+        )
+    return prefixes.pop(), projections
+
+
+def _alias(layer: nn.Module, own: str, in_file: str) -> None:
+    """Let `layer` find a module under the files' name of it: as a plain attribute, which is no submodule."""
+    here, there = own.split("."), in_file.split(".")
+    while here and there and here[-1] == there[-1]:
+        here.pop()
+        there.pop()
+    if not there:
+        return
+    parent = layer.get_submodule(".".join(there[:-1]))
+    parent.__dict__[there[-1]] = layer.get_submodule(".".join(here))
