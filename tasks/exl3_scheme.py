@@ -5,9 +5,11 @@ higher one together, in the order of the ends of the model first, where errors c
 follows from names and shapes alone, and the export says of each module what it got.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from shutil import which
 from typing import Any
 
 import torch
@@ -99,6 +101,15 @@ class EXL3Scheme(Scheme):
         return layout.quantization_config(self.exl3_config, storage)
 
     # What preflight asks
+
+    def problems(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        yield from super().problems(shapes)
+        compiler = os.environ.get("CXX", "g++")
+        if self.exl3_config.compiled and which(compiler) is None:
+            yield (
+                f"compiled asks torch.compile for code and there is no C++ compiler `{compiler}`; install one, or leave "
+                f"out compiled: the result is the same"
+            )
 
     def notes(self) -> Iterator[str]:
         if self.exl3_config.bits % 1:
