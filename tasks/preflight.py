@@ -6,6 +6,7 @@ Nothing is written, no tensor is read, and Prefect is not asked. What passes com
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -119,8 +120,15 @@ class _Findings:
 
     def look_at_shapes(self) -> None:
         """What the layout can't hold, and what it needs that is not installed."""
-        if self.source is not None:
-            self.problems += scheme_of(self.job.quantization, self.source).problems(self._linear_shapes())
+        if self.source is None:
+            return
+        scheme = scheme_of(self.job.quantization, self.source)
+        self.problems += scheme.problems(self._linear_shapes())
+        if scheme.scales_layers and self.decoder is not None and self.decoder.has_experts:
+            self.problems.append(
+                f"method `{self.job.quantization.method}` scales what enters a layer's experts, which their router reads "
+                f"too: mixtures of experts are not supported by it; use `gptq`, or a method without calibration"
+            )
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(N, K) by name within a layer; of a source that makes no decoder, what its headers tell of matrices."""
@@ -143,7 +151,8 @@ class _Findings:
         except ValueError:  # a shape that the layout can't hold, which is in `problems`
             return None
         tensors = self.source.tensors
-        outer = sum(tensors[name].size_bytes for name in self.decoder.outer_tensor_names)
+        outer_names = (*self.decoder.outer_tensor_names, *self.decoder.carried_tensor_names)
+        outer = sum(tensors[name].size_bytes for name in outer_names)
         in_layers = sum(
             tensors[name].size_bytes
             for layer in range(self.decoder.layer_count)
@@ -159,7 +168,7 @@ class _Findings:
             if name.removeprefix(f"{self.decoder.layer_name(layer)}.").rpartition(".")[0]
             not in self.decoder.linear_shapes(layer)
         )
-        outer_after = scheme.other_bytes(self.decoder.outer_tensor_names)
+        outer_after = scheme.other_bytes(outer_names)
         layers_after = sum(kind.bytes_after for kind in modules) + carried_after
         return Plan(
             model=self.job.model,
@@ -248,14 +257,15 @@ class _Findings:
             host += slots * layer + statistics + activations
         # Before the first layer the embedding is loaded, and nothing else but what it makes.
         host = max(host, outer + between_layers) if self.calibration is not None else host
+        limit = self.job.memory_limit or sys.maxsize
         host_total = DevicePool.resolve(("cpu",)).devices[0].memory_bytes
         return Memory(
             layer_bytes=layer,
             statistics_bytes=statistics,
             device_peak_bytes=on_device,
-            device_total_bytes=min(slot.memory_bytes for slot in pool.devices),
+            device_total_bytes=min(limit, *(slot.memory_bytes for slot in pool.devices)),
             host_peak_bytes=host,
-            host_total_bytes=host_total,
+            host_total_bytes=min(limit, host_total) if device.type == "cpu" else host_total,
         )
 
     def _notes(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[str]:
@@ -287,5 +297,5 @@ def _memory_problems(memory: Memory, devices: tuple[str, ...]) -> Iterator[str]:
     if needed > memory.device_total_bytes:
         yield (
             f"the largest layer and its statistics need {size(needed)} of memory, {devices[0]} has "
-            f"{size(memory.device_total_bytes)}; use a device with more memory"
+            f"{size(memory.device_total_bytes)}; use a device with more memory, or raise memory_limit"
         )

@@ -129,7 +129,8 @@ def scan(tensors: dict[str, Tensor], layer_name: str) -> None:
 
 def _receipt(run: running.Run, work: LayerWork, key: str, sha256: str, size: int) -> LayerReceipt:
     modules = []
-    for subset, outcome in work.outcomes.items():
+    for subset in run.decoder.subsets(work.layer):  # not in the order in which the pool was done
+        outcome = work.outcomes[subset]
         for module in subset:
             modules.append(
                 ModuleReport(
@@ -141,5 +142,7 @@ def _receipt(run: running.Run, work: LayerWork, key: str, sha256: str, size: int
     return LayerReceipt(
         index=work.layer, name=run.decoder.layer_name(work.layer), key=key, sha256=sha256, size=size, loss=loss,
         tokens=max((module.tokens for module in modules), default=0), seconds=round(run.end_layer(), 3),
-        modules=tuple(modules),
+        modules=tuple(modules), expert_tokens=tuple(
+            work.outcomes[before].tokens for before, _ in run.decoder.experts(work.layer) if run.needs_activations
+        ),
     )  # fmt: skip

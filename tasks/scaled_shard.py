@@ -74,7 +74,7 @@ class ScaledShard(Shard):
                 self._sum_up(staged, subset)
                 self.work.meet()
                 if self.number == 0:
-                    total = self.work.take_total()
+                    total = self.work.take_total(subset)
                     self._scaling.prepared[subset] = self.run.scheme.prepare(
                         total, self.run.calibration_tokens, self._full(subset[0])
                     )
