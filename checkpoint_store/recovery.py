@@ -106,7 +106,8 @@ def recover(
 
     For a root whose pointers are lost or list nothing whole. Raises CheckpointError where a published generation is
     whole, CheckpointMissing where there is no such manifest, CheckpointDamaged where it is not whole. Damaged pointer
-    files are kept in `quarantine/`; the next publish sweeps what this generation does not need.
+    files are kept in `quarantine/`, and both are written anew; the next publish sweeps what this generation does not
+    need.
     """
     disk = disk or Disk()
     root = Root(disk, str(path))
@@ -116,6 +117,7 @@ def recover(
             refuse_network_file_system(disk, root.directory, root.path)
         lock = WriterLock(disk, root.directory, root.path, None)
         root.sync()
+        root.refuse_obstacles()
         _refuse_whole(root)
         chosen = next((pair for pair in _legible_manifests(root) if pair[0].manifest == manifest), None)
         if chosen is None:
@@ -161,6 +163,9 @@ def _write_pointers(root: Root, entry: Entry) -> None:
     if not is_format_whole:
         root.replace(attempt, encode_format(root_id), root.directory, FORMAT)
         root.disk.sync_directory(root.directory)
+    # Last: until CURRENT and FORMAT are durable, what the old spare holds may be all that there is.
+    root.turn_spare(attempt)
+    root.disk.sync_directory(root.directory)
     attempt.remove()
 
 

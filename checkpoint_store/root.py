@@ -204,6 +204,23 @@ class Root:
         logger.error("%s; going on with the spare root pointer `%s/%s`", reason, self.path, SPARE)
         return Pointer(spare, reason, raw)
 
+    def refuse_obstacles(self) -> None:
+        """CheckpointDamaged where a directory stands in a pointer's place: hours later no rename could replace it."""
+        for name in (CURRENT, SPARE):
+            path = f"{self.path}/{name}"
+            try:
+                with reading(path):
+                    is_directory = self.disk.stat(self.directory, name).is_directory
+            except CheckpointDamaged as error:
+                if is_missing(error):
+                    continue
+                raise
+            if is_directory:
+                raise CheckpointDamaged(
+                    f"`{path}` is damaged: a directory stands in its place, and nothing could be published over it; move "
+                    f"it away and run again, the other one of `{CURRENT}` and `{SPARE}` then tells what is published"
+                )
+
     def raw_current(self) -> bytes | None:
         """The bytes of CURRENT; None when it is missing, oversized or unreadable."""
         try:

@@ -6,10 +6,11 @@ Reached through `current()`, never by importing the session itself: a flow that 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from checkpoint_store.config import CheckpointConfig
 from checkpoint_store.differences import differences
@@ -21,7 +22,7 @@ from checkpoint_store.errors import (
     IdentityMismatch,
 )
 from checkpoint_store.objects import BytesPayload, ObjectRef, Payload
-from checkpoint_store.published import Generation, Pinned
+from checkpoint_store.published import Pinned
 from checkpoint_store.store import CheckpointStore
 
 LAYER, RECORD, CONTINUATION = "layer", "record", "continuation"
@@ -71,7 +72,7 @@ class CheckpointSession:
         self._published: dict[tuple[str, str], ObjectRef] = {}
         self._staged: dict[tuple[str, str], ObjectRef] = {}
         self._publisher: ThreadPoolExecutor | None = None
-        self._pending: Future[Generation] | None = None
+        self._pending: Future[None] | None = None
 
     @classmethod
     def open(
@@ -229,44 +230,21 @@ class CheckpointSession:
         """Whether a generation is to be published after so many finished layers."""
         return finished % self._config.interval_layers == 0 or finished == self._layer_count
 
-    @overload
     def publish(
         self,
         finished: int,
         layer_names: Sequence[str],
         record_keys: Sequence[str],
         continuation: Sequence[Payload],
-        *,
-        wait: Literal[True] = True,
-    ) -> Generation: ...
-
-    @overload
-    def publish(
-        self,
-        finished: int,
-        layer_names: Sequence[str],
-        record_keys: Sequence[str],
-        continuation: Sequence[Payload],
-        *,
-        wait: bool,
-    ) -> Generation | None: ...
-
-    def publish(
-        self,
-        finished: int,
-        layer_names: Sequence[str],
-        record_keys: Sequence[str],
-        continuation: Sequence[Payload],
-        *,
-        wait: bool = True,
-    ) -> Generation | None:
+    ) -> None:
         """Publish all `finished` layers: their objects and records by name, and the next layer's inputs.
 
         Names are those of every finished layer, not only of the new ones. Raises CheckpointError, naming them, when
         some are neither staged nor published: a write was lost on the way here.
 
-        With `wait=False` the writing overlaps what the caller does next, which must leave the memory of `continuation`
-        alone. One publish at a time is under way; its error is raised by the next `publish`, `drain` or `close`.
+        The writing overlaps what the caller does next, which must leave the memory of `continuation` alone. One publish
+        at a time is under way; its error is raised by the next `publish`, `drain` or `close`. What was published is
+        durable when `drain` returns.
         """
         self.drain()
         if len(set(layer_names)) < finished:
@@ -274,12 +252,10 @@ class CheckpointSession:
                 f"{finished} layers are finished and only {len(set(layer_names))} are to be published"
             )
         refs = self._expected([*((LAYER, name) for name in layer_names), *((RECORD, key) for key in record_keys)])
-        if wait:
-            return self._publish(finished, refs, continuation)
         if self._publisher is None:
             self._publisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-publish")
-        self._pending = self._publisher.submit(self._publish, finished, refs, continuation)
-        return None
+        # In the caller's context: what listens to events may ask which run they belong to.
+        self._pending = self._publisher.submit(copy_context().run, self._publish, finished, refs, continuation)
 
     def _expected(self, names: Iterable[tuple[str, str]]) -> list[ObjectRef]:
         found = {name: self._staged.get(name) or self._published.get(name) for name in names}
@@ -291,7 +267,7 @@ class CheckpointSession:
             )
         return [ref for ref in found.values() if ref is not None]
 
-    def _publish(self, finished: int, refs: list[ObjectRef], continuation: Sequence[Payload]) -> Generation:
+    def _publish(self, finished: int, refs: list[ObjectRef], continuation: Sequence[Payload]) -> None:
         with self._telling_failures():
             chunks = [
                 self._store.stage(CONTINUATION, f"hidden.{index:05d}", payload)
@@ -301,7 +277,6 @@ class CheckpointSession:
         self._published = {(ref.role, ref.key): ref for ref in generation.objects}
         detail = {"generation": generation.gen, "cursor": finished, "layer_count": self._layer_count}
         self._on_event(CheckpointEvent("commit", {**detail, "bytes_written": self._store.counters.bytes_written}))
-        return generation
 
     def drain(self) -> None:
         """Wait for a publish that is under way; raise its error."""

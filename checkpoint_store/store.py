@@ -133,6 +133,7 @@ class CheckpointStore:
         root.make_readers_lock()
         root.sync()
         self._read_pointer(root_id)
+        root.refuse_obstacles()
         if self.spare_because is not None:
             self._found_with_spare = frozenset(root.names(OBJECTS) + root.names(GENERATIONS))
 

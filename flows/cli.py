@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from checkpoint_store.errors import CheckpointError
 from flows import commands_deploy, commands_run, commands_store, console
-from flows.embedded_server import ServerDidNotStart
+from flows.embedded_server import ServerDidNotStart, ServerUnreachable
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 75, 130
 
@@ -48,7 +48,7 @@ def _told(error: Exception | KeyboardInterrupt) -> tuple[int, str]:
         )
     if isinstance(error, ValueError):
         return EXIT_REFUSED, str(error)
-    if isinstance(error, ServerDidNotStart):
+    if isinstance(error, ServerDidNotStart | ServerUnreachable):
         return EXIT_FAILED, str(error)
     return (
         EXIT_FAILED,

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from flows.embedded_server import refuse_unreachable
+
 DEPLOYMENTS = Path(__file__).resolve().parent.parent / "deployments"
 WORK_POOL = "quantize"
 HEARTBEAT_SECONDS = 30  # as prefect.yaml sets it; read here without importing Prefect
@@ -90,4 +92,6 @@ def _server() -> str:
             "there is no lasting Prefect server to hand the flows to: start `prefect server start`, and name it with "
             "PREFECT_API_URL or `prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api`"
         )
-    return str(PREFECT_API_URL.value())
+    server = str(PREFECT_API_URL.value())
+    refuse_unreachable(server)
+    return server

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 STARTUP_TIMEOUT_SECONDS = 120.0
 SHUTDOWN_TIMEOUT_SECONDS = 15.0
 PARENT_CHECK_SECONDS = 1.0
+ANSWER_PATIENCE_SECONDS = 10.0  # a server that is being restarted
 LOG_TAIL_LINES = 15
 
 # What a run uses of a server: API, UI, task run records, events. The rest serves deployments, which need a lasting server.
@@ -43,6 +44,32 @@ class ServerDidNotStart(RuntimeError):
     """The embedded server ended or stayed silent before its first answer; the message carries the end of its log."""
 
 
+class ServerUnreachable(RuntimeError):
+    """Nothing answers at the configured address; the message says how to mend it."""
+
+
+def refuse_unreachable(api_url: str, patience_seconds: float = ANSWER_PATIENCE_SECONDS) -> None:
+    """ServerUnreachable when nothing answers at `api_url` for so long; whatever answers there is left to Prefect."""
+    import httpx
+
+    deadline = time.monotonic() + patience_seconds
+    # Nothing is told to the server here, so that its certificate may be of any kind.
+    with httpx.Client(verify=False, timeout=patience_seconds) as client:
+        while True:
+            try:
+                client.get(f"{api_url}/health")
+                return
+            except httpx.TransportError as error:
+                if time.monotonic() > deadline:
+                    raise ServerUnreachable(
+                        f"nothing answers at {api_url}, the Prefect server that PREFECT_API_URL or a profile names "
+                        f"({type(error).__name__}: {error}): start it there (`prefect server start`) or mend the address, "
+                        f"`prefect config view` tells where it is set; without one (`prefect config unset "
+                        f"PREFECT_API_URL`) a run has a server of its own"
+                    ) from error
+            time.sleep(0.5)
+
+
 @contextlib.contextmanager
 def embedded_server(
     *, while_starting: Callable[[], object] | None = None, timeout_seconds: float = STARTUP_TIMEOUT_SECONDS
@@ -51,12 +78,13 @@ def embedded_server(
 
     A server that is configured already (PREFECT_API_URL or a Prefect profile) is used, and none is started.
     `while_starting` runs here while the server starts in its own process: slow imports cost nothing there.
-    Raises `ServerDidNotStart`. On leaving, logs and events are delivered before the server is ended.
+    Raises `ServerUnreachable` when the configured one does not answer, `ServerDidNotStart`. On leaving, logs and events are delivered before the server is ended.
     """
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     configured = PREFECT_API_URL.value()
     if configured:
+        refuse_unreachable(str(configured))
         if while_starting is not None:
             while_starting()
         yield str(configured)

@@ -14,9 +14,11 @@ from tasks.job import (
     AWQConfig,
     BitsAndBytesConfig,
     CalibrationConfig,
+    EXL3Config,
     FP8Config,
     GGUFConfig,
     GPTQConfig,
+    QQQConfig,
     QuantizationJob,
     RTNConfig,
     TelemetryConfig,
@@ -26,9 +28,11 @@ METHODS: dict[str, type[BaseModel]] = {
     "gptq": GPTQConfig,
     "rtn": RTNConfig,
     "awq": AWQConfig,
+    "qqq": QQQConfig,
     "fp8": FP8Config,
     "bitsandbytes": BitsAndBytesConfig,
     "gguf": GGUFConfig,
+    "exl3": EXL3Config,
 }
 SECTIONS: dict[str, type[BaseModel]] = {
     "calibration": CalibrationConfig,
@@ -133,14 +137,19 @@ def _options() -> Iterator[_Option]:
 def _merged(by_method: Mapping[str, FieldInfo]) -> FieldInfo:
     """One field for the command line of what several methods call by one name; the job's model knows which is which."""
     first, *others = by_method.values()
-    if all(field.description == first.description for field in others):
+    if all((field.description, field.default) == (first.description, first.default) for field in others):
         return first
-    values = dict.fromkeys(value for field in by_method.values() for value in get_args(field.annotation))
+    is_any_number = any(field.annotation is float for field in by_method.values())
     told: dict[str, list[str]] = defaultdict(list)
     for method, field in by_method.items():
         told[f"{field.description} (default {field.default})"].append(method)
     description = " ".join(f"{', '.join(methods)}: {text}" for text, methods in told.items())
-    return FieldInfo(annotation=Literal[tuple(values)], description=description)  # type: ignore[arg-type]
+    if is_any_number:
+        return FieldInfo(annotation=int | float, description=description)
+    if get_origin(first.annotation) is not Literal:
+        return FieldInfo(annotation=first.annotation, description=description)
+    values = dict.fromkeys(value for field in by_method.values() for value in get_args(field.annotation))
+    return FieldInfo(annotation=Literal[tuple(values)], description=description)
 
 
 def _add(group: "argparse._ArgumentGroup", option: _Option) -> None:
@@ -168,10 +177,17 @@ def _values(annotation: Any) -> tuple[tuple[Any, ...] | None, Callable[[str], An
     """Choices, if they are few, and the type that text is turned into."""
     if get_origin(annotation) is Literal:
         return get_args(annotation), type(get_args(annotation)[0])
+    if annotation == int | float:
+        return None, _number
     if get_origin(annotation) in (Union, types.UnionType):
         parts = [part for part in get_args(annotation) if part is not type(None)]
         return _values(parts[0]) if len(parts) == 1 else (None, str)
     return None, annotation if annotation in (int, float) else str
+
+
+def _number(text: str) -> int | float:
+    """4 is whole, and 4.0 is not: some methods know whole widths only."""
+    return float(text) if "." in text else int(text)
 
 
 def _help(field: FieldInfo) -> str:

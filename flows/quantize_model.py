@@ -15,10 +15,11 @@ from typing import Any, Literal
 from prefect import Flow, get_run_logger
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
+from prefect.exceptions import Abort, Pause
 from prefect.runtime import flow_run as flow_run_runtime
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from checkpoint_store.errors import CheckpointDamaged, CheckpointError, StoreLocked
+from checkpoint_store.errors import CheckpointDamaged, CheckpointError, CheckpointStopped, StoreLocked
 from checkpoint_store.result_storage import GenerationStorage
 from checkpoint_store.session import CheckpointSession
 from checkpoint_store.tensors import continuation_batches, continuation_payloads
@@ -98,8 +99,25 @@ def quantize_model(job: QuantizationJob, deadline: DeadlineText | None = None) -
     with (
         stopping.suspension_at_boundaries() as suspended,
         StopRequest(logger, _how_far, until, suspended) as stop,
+        _failure_told(job, logger),
     ):
         return _Quantization(job, logger, stop, flow_run).go()
+
+
+@contextmanager
+def _failure_told(job: QuantizationJob, logger: telemetry.Logger) -> Iterator[None]:
+    """An event for any error that leaves the run; a stop that was asked for is none."""
+    try:
+        yield
+    except (CheckpointStopped, Abort, Pause):
+        raise
+    except BaseException as error:
+        try:
+            root = checkpoint_root(job)
+        except ValueError:  # refused, which may be the very error
+            root = absolute_path(job.output)
+        telemetry.failed(logger, root, error, device=job.telemetry.device)
+        raise
 
 
 def _how_far() -> str:
@@ -179,7 +197,8 @@ class _Quantization:
         """The devices, for this run alone; a deployed run comes back when they may be free."""
         with ExitStack() as held:
             try:
-                held.enter_context(pool.lock())
+                run = self.flow_run
+                held.enter_context(pool.lock(f"flow run {run.id} (`{run.name}`)" if run is not None else "a run"))
             except DeviceBusy as error:
                 self._reject(error, "Device")
                 raise
@@ -251,6 +270,8 @@ class _Quantization:
         layer_task = quantize_layer.with_options(result_storage=storage)
         if cursor:
             self.logger.info("%d of %d layers are finished at %s", cursor, layer_count, self.root)
+        # Kept: Prefect knows results by their id(), and would draw arrows between layers when one is used again.
+        records = []
         for index in range(layer_count):
             if index == cursor:
                 artifacts.show(run.receipts, layer_count, None)
@@ -265,6 +286,7 @@ class _Quantization:
                 )
             except ValueError as error:  # to a caller that would mean a job refused before anything was spent
                 raise LayerFailed(str(error)) from error
+            records.append(record)
             receipt = LayerReceipt.model_validate(record)
             run.receipts.append(receipt)
             if index < cursor:
@@ -276,6 +298,7 @@ class _Quantization:
             if run.session.is_due(len(run.receipts)):
                 self._publish(run)
             self._stop_if_asked(run)
+        run.session.drain()  # the export takes what is published
 
     def _prepare(self, run: running.Run) -> None:
         """The hidden states that enter the first unfinished layer: embedded anew, or as the checkpoint holds them."""
@@ -308,7 +331,7 @@ class _Quantization:
             )
 
     def _publish(self, run: running.Run) -> None:
-        """Publish every finished layer; the session checks that nothing is missing."""
+        """Publish every finished layer while the next one is computed; the session checks that nothing is missing."""
         finished, layer_count = len(run.receipts), run.decoder.layer_count
         run.session.publish(
             finished,
@@ -333,6 +356,8 @@ class _Quantization:
         # Here and not at the interval: a signal may come at any moment, also after that was looked at.
         if run is not None and len(run.receipts) > self.published:
             self._publish(run)
+        if run is not None:
+            run.session.drain()
         if run is None or not (run.receipts or run.session.cursor):
             how_far = "before the first layer; this run published nothing"
         elif len(run.receipts) == run.decoder.layer_count:

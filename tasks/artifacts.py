@@ -169,7 +169,7 @@ def markdown(report: Report, title: str, flow_run_id: UUID, key: str) -> str:
     """The report for people: what was made, where it lies, how good it is, what to look at."""
     rows: list[tuple[str, str]] = [
         ("Model", f"`{report.output}`"),
-        ("Checkpoint", f"`{report.checkpoint}` (may be removed once the model is where it belongs)"),
+        ("Checkpoint", f"`{report.checkpoint}`"),
         (
             "Layers",
             f"{len(report.layers)}" + (f", {report.resumed_from} by earlier runs" if report.resumed_from else ""),
@@ -181,7 +181,9 @@ def markdown(report: Report, title: str, flow_run_id: UUID, key: str) -> str:
         ("All layers", duration(sum(receipt.seconds for receipt in report.layers))),
         ("Identity", f"`{report.identity}`"),
     ]
-    lines = [f"# {title}", "", "| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows)]
+    head, *rest = (f"| {name} | {text} |" for name, text in rows)
+    lines = [f"# {title}", "", head, "|---|---|", *rest]
+    lines += ["", "The checkpoint may be removed once the model is where it belongs."]
     worst = sorted(report.layers, key=lambda receipt: receipt.loss, reverse=True)[:3]
     lines += ["", "Highest losses: " + ", ".join(f"`{receipt.name}` {receipt.loss:.3e}" for receipt in worst)]
     fallbacks = [(receipt.name, module) for receipt in report.layers for module in receipt.fallbacks]

@@ -4,11 +4,12 @@ A pool is one kind of device: GPUs and the CPU round differently, and a layer's 
 """
 
 import fcntl
+import json
 import os
 import platform
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ import torch
 
 # The same for every user and session of the host first: a lock that another run can't see holds nothing.
 LOCK_DIRECTORIES = ("/var/lock", os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp")
+NOTE_LIMIT_BYTES = 4 << 10
 
 
 class DeviceBusy(RuntimeError):
@@ -74,15 +76,16 @@ class DevicePool:
         return cls(tuple(_gpu(int(name.removeprefix("cuda:"))) for name in devices))
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, run: str = "a run") -> Iterator[None]:
         """Hold every GPU of the pool against other runs of this host, or none; the kernel lets go when we die.
 
-        CPU slots are not locked. Raises DeviceBusy, naming the GPU and the lock.
+        `run` is what others are told of the holder. CPU slots are not locked. Raises DeviceBusy, naming the GPU, who
+        holds it and the lock.
         """
         with ExitStack() as held:
             for device in self.devices:
                 if device.uuid is not None:
-                    held.enter_context(_locked(device, _lock_directory() / f"prefect-quantize-{device.uuid}.lock"))
+                    held.enter_context(_locked(device, _lock_directory() / f"prefect-quantize-{device.uuid}.lock", run))
             yield
 
     def topology(self) -> list[dict[str, Any]]:
@@ -174,21 +177,59 @@ def _lock_directory() -> Path:
 
 
 @contextmanager
-def _locked(device: Device, path: Path) -> Iterator[None]:
-    # Opened to read, and created only when absent: in a sticky directory Linux refuses O_CREAT on another user's file.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        descriptor = os.open(path, flags)
-    except FileNotFoundError:
-        descriptor = os.open(path, flags | os.O_CREAT, 0o644)
+def _locked(device: Device, path: Path, run: str) -> Iterator[None]:
+    descriptor = _open_lock(path)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise DeviceBusy(
-                f"{device} ({device.name}, {device.uuid}) is held by another run on this host (lock `{path}`); "
+                f"{device} ({device.name}, {device.uuid}) is held by {_holder(descriptor)} on this host (lock `{path}`); "
                 f"wait for it, or name other devices"
             ) from error
+        _note_holder(descriptor, run)
         yield
     finally:
         os.close(descriptor)
+
+
+def _open_lock(path: Path) -> int:
+    """Descriptor of the lock file, to write where that is allowed: in it a holder says who it is."""
+    # Created only when absent: in a sticky directory Linux refuses O_CREAT on another user's file.
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_RDWR)
+    except FileNotFoundError:
+        return os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o644)
+    except PermissionError:
+        return os.open(path, flags | os.O_RDONLY)
+
+
+def _note_holder(descriptor: int, run: str) -> None:
+    # The lock holds without the note: another user's file, or a full disk, costs the name only.
+    with suppress(OSError):
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "run": run}).encode(), 0)
+
+
+def _holder(descriptor: int) -> str:
+    """Who holds the lock: the process as the kernel tells it, and its note where that is of the same process."""
+    pids = _lock_owners(os.fstat(descriptor).st_ino)
+    try:
+        note = json.loads(os.pread(descriptor, NOTE_LIMIT_BYTES, 0))
+        if note["pid"] in pids:
+            return f"{note['run']} (process {note['pid']})"
+    except (ValueError, KeyError, TypeError):
+        pass  # no note, or not of ours: what the kernel says is left
+    return f"process {pids[0]}" if len(pids) == 1 else "another run"
+
+
+def _lock_owners(inode: int) -> list[int]:
+    """Processes with an flock on a file of this inode number; none where /proc does not show them."""
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    # 1: FLOCK  ADVISORY  WRITE 4711 fd:01:131085 0 EOF
+    fields = [line.split() for line in lines]
+    return [int(line[4]) for line in fields if line[1] == "FLOCK" and line[5].rpartition(":")[2] == str(inode)]

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from tasks import running
 from tasks.execution_plan import LANES
-from tasks.methods.grid import QuantizedRows
 from tasks.methods.hessian import HessianError
-from tasks.schemes import Prepared, Scheme
+from tasks.schemes import Prepared, Scheme, UnitRows
 
 Subset = tuple[str, ...]
 # Of what is free: the allocator, and what no reckoning knows of.
@@ -68,15 +67,14 @@ def cost(subset: Subset, shapes: dict[str, tuple[int, int]]) -> int:
 
 def quantize_subset(
     scheme: Scheme, weights: Sequence[Tensor], prepared: Prepared, unit_rows: int
-) -> tuple[list[QuantizedRows], Prepared]:
+) -> tuple[list[UnitRows], Prepared]:
     """All modules of a subset on one device: the same units, and the same fallback, as when they are spread."""
     from tasks.quantize_shard import rows_of  # which is built on what is here
 
-    def units(state: Any) -> QuantizedRows:
+    def units(state: Any) -> UnitRows:
         starts = range(0, sum(map(len, weights)), unit_rows)
-        return QuantizedRows.concatenate(
-            [scheme.quantize_unit(rows_of(list(weights), start, start + unit_rows), state) for start in starts]
-        )
+        done = [scheme.quantize_unit(rows_of(list(weights), start, start + unit_rows), state) for start in starts]
+        return type(done[0]).concatenate(done)
 
     try:
         stacked = units(prepared.state)

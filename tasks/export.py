@@ -17,7 +17,7 @@ from checkpoint_store.errors import StorageFull
 from checkpoint_store.tensors import tensors_from
 from tasks import running
 from tasks.export_gguf import add_gguf
-from tasks.output_directory import INDEX_FILE, Export, foreign_names, json_bytes, remove_leftovers
+from tasks.output_directory import INDEX_FILE, Export, OutputTaken, foreign_names, json_bytes, remove_leftovers
 from tasks.report import Report
 
 # Copied as they are: a strict saver that rejects a shipped file must not cost a finished run.
@@ -76,10 +76,7 @@ def export_model(model: str) -> Report:
         for name in remove_leftovers(run.output):
             run.logger.warning("removed `%s`, which a run that died had left at the output", name)
         if names := foreign_names(run.output):  # again: hours have passed since the start of the run
-            raise ValueError(
-                f"output {run.output} has been filled by somebody else meanwhile ({', '.join(names[:3])}); all layers are "
-                f"published at {run.root}: move these files away or name another output, and run again"
-            )
+            raise OutputTaken(f"{run.output} has been filled by somebody else meanwhile ({', '.join(names[:3])})")
         with Export(run.output) as export:
             size = add_gguf(run, export) if run.scheme.is_one_file else _add_model(run, export)
             _add_copies(run, export)
@@ -90,6 +87,11 @@ def export_model(model: str) -> Report:
                 calibration=run.calibration_summary,
             )  # fmt: skip
             export.finish({**report.published(), "cpu_threads": run.cpu_threads})
+    except OutputTaken as error:
+        raise OutputTaken(
+            f"output {error}; all layers are published at {run.root}: move these files away or name another output, and "
+            f"run again, only the export is repeated"
+        ) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(
@@ -131,8 +133,10 @@ def outer_names(run: running.Run) -> list[str]:
 def _add_descriptions(run: running.Run, export: Export) -> None:
     described = run.scheme.quantization_config()
     export.add_bytes("config.json", config_of(run.source.config, described))
-    if described["quant_method"] in ("gptq", "awq"):  # their families' own programs read this file
+    if described["quant_method"] in ("gptq", "awq", "qqq"):  # their families' own programs read this file
         export.add_bytes("quantize_config.json", json_bytes(described))
+    if described["quant_method"] == "exl3":  # as exllamav3 writes it
+        export.add_bytes("quantization_config.json", json_bytes(described))
 
 
 def _add_copies(run: running.Run, export: Export) -> None:

@@ -6,7 +6,7 @@ the file is put together. With an importance matrix the layers are run, unquanti
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -112,6 +112,9 @@ class GGUFScheme(Scheme):
 
     def quantization_config(self) -> dict[str, Any]:
         return {"quant_method": "gguf", "quant_type": self.gguf_config.quant_type}
+
+    def written_beside_weights(self) -> dict[str, Any]:
+        return {"tokenizer": asdict(self.tokenizer())}
 
     # What preflight asks
 

@@ -1,9 +1,10 @@
 """A job's identity: eight areas that must match before a checkpoint may be gone on with.
 
-`source` the model by content; `quantization` method and settings; `calibration` tokens and how they were prepared;
-`packed_kernel` the layout that is written; `device_topology` the pool; `runtime` library versions; `execution_plan`
-how the work is cut up; `adapter` what is made beside the weights. Each is plain JSON, so that a mismatch is told leaf by
-leaf. Places (model path, output, checkpoint root, offload directory), publishing and telemetry are in none of them.
+`source` the model by content, with its tokenizer where the export is made of it; `quantization` method and settings;
+`calibration` tokens and how they were prepared; `packed_kernel` the layout that is written; `device_topology` the pool;
+`runtime` library versions; `execution_plan` how the work is cut up; `adapter` what is made beside the weights. Each is
+plain JSON, so that a mismatch is told leaf by leaf. Places (model path, output, checkpoint root, offload directory),
+publishing and telemetry are in none of them.
 
 XXH3-128 finds accidents, not attackers; a shard's is what `xxh128sum` prints.
 """
@@ -25,10 +26,13 @@ from checkpoint_store.session import peek_identity
 from tasks.calibration import CalibrationSet
 from tasks.devices import DevicePool
 from tasks.execution_plan import FORWARD_REVISION, LANES, LAYOUT_REVISIONS, METHOD_REVISIONS, UNIT_ROWS
-from tasks.job import AWQConfig, GPTQConfig, QuantizationJob, RTNConfig
+from tasks.job import AWQConfig, GPTQConfig, QQQConfig, QuantizationJob, RTNConfig
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
-from tasks.schemes import layout_name, packages
+from tasks.schemes import layout_name, packages, scheme_of
+
+# Methods whose layouts hold codes in 32-bit words.
+PACKED_IN_WORDS = GPTQConfig | RTNConfig | AWQConfig | QQQConfig
 
 AREAS = (
     "source",
@@ -46,6 +50,7 @@ PHYSICAL = frozenset({"uuid", "serial"})
 # Enough to keep several disks of a network file system busy; a hash itself runs at memory speed.
 HASHING_THREADS = 8
 HASHED_AT_ONCE = 16 << 20
+SHORT_TEXT = 100  # of this many characters: told as it is
 
 
 def build(
@@ -59,7 +64,11 @@ def build(
     """The identity as JSON values. Reads every byte of the source's shards; `calibration` is None where none is used."""
     on_cpu = pool.devices[0].type == "cpu"
     areas = {
-        "source": {"config": source.config, "shards": hashed_shards(source)},
+        "source": {
+            "config": source.config,
+            "shards": hashed_shards(source),
+            **_summed_up(scheme_of(job.quantization, source).written_beside_weights()),
+        },
         "quantization": {
             **job.quantization.model_dump(mode="json", exclude=set(NOT_QUANTIZATION)),
             "revision": METHOD_REVISIONS[job.quantization.method],
@@ -68,7 +77,7 @@ def build(
         "packed_kernel": {
             "layout": (layout := layout_name(job.quantization)),
             "checkpoint_format": getattr(job.quantization, "checkpoint_format", None),
-            "pack_dtype": "int32" if isinstance(job.quantization, GPTQConfig | RTNConfig | AWQConfig) else None,
+            "pack_dtype": "int32" if isinstance(job.quantization, PACKED_IN_WORDS) else None,
             "revision": LAYOUT_REVISIONS[layout],
         },
         "device_topology": {"count": len(pool.devices), "devices": pool.topology()},
@@ -104,6 +113,15 @@ def build(
     # As it will be read back from a manifest: tuples are lists, nothing else than JSON is in it.
     identity: dict[str, Any] = json.loads(json.dumps(_finite(areas), allow_nan=False))
     return identity
+
+
+def _summed_up(value: Any) -> Any:
+    """Plain JSON in which lists and long texts are their length and digest, for a tokenizer has 100,000 tokens."""
+    if isinstance(value, Mapping):
+        return {str(name): _summed_up(item) for name, item in value.items()}
+    if isinstance(value, list | tuple) or (isinstance(value, str) and len(value) > SHORT_TEXT):
+        return {"length": len(value), "xxh3_128": xxhash.xxh3_128_hexdigest(_canonical(value))}
+    return value
 
 
 def _calibration(job: QuantizationJob, calibration: CalibrationSet | None) -> dict[str, Any] | None:

@@ -51,6 +51,9 @@ def _without_unsupported(data: Any) -> Any:
 class _Quantization(_Frozen):
     """What every quantization method has; options known elsewhere and not here are refused by their own name."""
 
+    # What the form in Prefect's UI writes on the buttons of the choice.
+    model_config = ConfigDict(model_title_generator=lambda model: model.__name__.removesuffix("Config"))
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
@@ -126,6 +129,43 @@ class GPTQConfig(_Grid):
         return self
 
 
+class QQQConfig(_Quantization):
+    """QQQ: 4-bit codes that stand for 8-bit weights, for kernels that round activations to 8 bits (arXiv 2406.09904)."""
+
+    method: Literal["qqq"] = Field("qqq", description="QQQ, which needs calibration data.")
+    bits: Literal[4] = Field(4, description="Code width.")
+    group_size: Literal[-1, 128] = Field(
+        128, description="Input columns per scale; -1 is one scale per output channel."
+    )
+    mse: float = Field(
+        0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Exponent of the error that a search over shrunken grids minimises; 0 takes the full range.",
+    )
+    act_group_aware: bool = Field(
+        True,
+        description="Act-order inside and between whole groups, undone at the end: loads as fast as without. "
+        "Off where desc_act is asked for.",
+    )
+    block_size: int = Field(128, ge=1, description="Columns between lazy updates of the rest.")
+    damp_percent: float = Field(
+        0.005,
+        gt=0.0,
+        lt=1.0,
+        description="Share of the Hessian's mean diagonal added to it; raised when it won't factor.",
+    )
+    damp_increment: float = Field(
+        0.01, gt=0.0, lt=1.0, description="First step by which damping is raised; it doubles."
+    )
+    fallback_tokens: float = Field(
+        0.005,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
+    )
+
+
 class RTNConfig(_Grid):
     """Round to nearest: no calibration, no chain between layers."""
 
@@ -179,7 +219,7 @@ class AWQConfig(_Quantization):
 class FP8Config(_Quantization):
     """Eight-bit floats with a scale per tensor, row or block: no calibration, no chain between layers."""
 
-    method: Literal["fp8"] = "fp8"
+    method: Literal["fp8"] = Field("fp8", description="Eight-bit floats, without calibration data.")
     fp8_format: Literal["e4m3", "e5m2"] = Field(
         "e4m3", description="Bits of exponent and mantissa: e4m3 is finer, e5m2 reaches farther."
     )
@@ -210,7 +250,9 @@ class FP8Config(_Quantization):
 class BitsAndBytesConfig(_Quantization):
     """bitsandbytes' own 4-bit and 8-bit codes: no calibration, no chain between layers."""
 
-    method: Literal["bitsandbytes"] = "bitsandbytes"
+    method: Literal["bitsandbytes"] = Field(
+        "bitsandbytes", description="bitsandbytes' codes, without calibration data; needs the extra `bitsandbytes`."
+    )
     quant_type: Literal["nf4", "fp4", "int8"] = Field(
         "nf4",
         description="Codes: nf4 (quantiles of a normal distribution) and fp4 in blocks of 64 weights, int8 per output "
@@ -232,7 +274,9 @@ GGUFType = Literal[
 class GGUFConfig(_Quantization):
     """GGML blocks in one .gguf file for llama.cpp and its kin: no chain between layers, calibration only for imatrix."""
 
-    method: Literal["gguf"] = "gguf"
+    method: Literal["gguf"] = Field(
+        "gguf", description="A .gguf file; calibration data only for an importance matrix; needs the extra `gguf`."
+    )
     quant_type: GGUFType = Field(
         "q4_k_m", description="Type of most tensors; the mixes (_s, _m, _l) give sensitive tensors more bits."
     )
@@ -246,9 +290,40 @@ class GGUFConfig(_Quantization):
     )
 
 
+class EXL3Config(_Quantization):
+    """EXL3: weights made Gaussian by Hadamard matrices, then coded by a trellis (QTIP, arXiv 2406.11235)."""
+
+    method: Literal["exl3"] = "exl3"
+    bits: float = Field(
+        3.0,
+        ge=2.0,
+        le=8.0,
+        allow_inf_nan=False,
+        description="Mean bits per weight; between whole widths, some modules get the lower one and some the higher.",
+    )
+    codebook: Literal["mcg", "mul1", "3inst"] = Field(
+        "mcg", description="How values are computed from codes; 3inst is the first of exllamav3's, mcg its usual one."
+    )
+    out_scales: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether output channels get scales; `auto`: unless few input channels carry the activations.",
+    )
+    sigma_reg: float = Field(
+        0.025, gt=0.0, lt=1.0, description="Share of the Hessian's mean diagonal added to it before it is factored."
+    )
+
+
+# Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
+# the same and more.
 Quantization = Annotated[
-    GPTQConfig | RTNConfig | AWQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig, Field(discriminator="method")
+    RTNConfig | GPTQConfig | AWQConfig | QQQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
+    Field(discriminator="method"),
 ]
+
+
+def _as_choice(schema: dict[str, Any]) -> None:
+    """Prefect's UI offers the alternatives of `anyOf`; for `oneOf`, pydantic's word here, it shows a field for raw JSON."""
+    schema["anyOf"] = schema.pop("oneOf")
 
 
 def _plain_path(value: Any) -> Any:
@@ -358,7 +433,9 @@ class QuantizationJob(_Frozen):
     output: PathText = Field(
         description="Directory of the finished model; it must not exist, or hold this very job's export."
     )
-    quantization: Quantization = Field(default_factory=GPTQConfig, description="The method and its settings.")
+    quantization: Quantization = Field(
+        GPTQConfig(), description="The method and its settings.", json_schema_extra=_as_choice
+    )
     calibration: CalibrationConfig | None = Field(None, description="Needed by methods that look at activations.")
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="Where progress is kept, and what is done with what is there."

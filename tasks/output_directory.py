@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +35,10 @@ PARTIAL_ID = re.compile(r"[0-9a-f]{32}")
 FICLONE = 0x40049409
 COPY_BYTES = 64 << 20
 HASH_BYTES = 4 << 20
+
+
+class OutputTaken(ValueError):
+    """Somebody else has put files at the output while the model was made; what was made is untouched elsewhere."""
 
 
 def json_bytes(value: Any) -> bytes:
@@ -231,17 +235,33 @@ class Export:
         self.files[name] = file_sha256(path)
 
     def finish(self, report: Mapping[str, Any]) -> None:
-        """Write the report and give the directory its final name, durably."""
+        """Write the report and give the directory its final name, durably; OutputTaken when another has it by now."""
         listed = dict(sorted(self.files.items()))
         self.add_bytes(REPORT_FILE, json_bytes({**report, "files": listed}))
         if self._in_place:
             self._move_up()
             return
         os.fsync(self._lock)
-        os.rename(self.directory, self.output)
+        try:
+            os.rename(self.directory, self.output)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            names = foreign_names(self.output) or ["a file of that name"]
+            raise OutputTaken(f"{self.output} has been filled by somebody else meanwhile ({_some(names)})") from error
         _sync_directory(self.output.parent)
 
     def _move_up(self) -> None:
+        directory = os.open(self.output, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)  # two runs that finish together: the second sees the whole first
+            if names := foreign_names(self.output):
+                raise OutputTaken(f"{self.output} has been filled by somebody else meanwhile ({_some(names)})")
+            self._move_up_alone()
+        finally:
+            os.close(directory)
+
+    def _move_up_alone(self) -> None:
         moved = dict(self.files)
         self.add_bytes(MOVED_FILE, json_bytes(moved))
         os.fsync(self._lock)
@@ -282,6 +302,10 @@ def _copy(origin: int, target: int) -> None:
         rest = memoryview(block)
         while rest:
             rest = rest[os.write(target, rest) :]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def file_sha256(path: Path) -> str:

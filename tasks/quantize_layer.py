@@ -4,7 +4,9 @@ The task's record in the checkpoint is what makes a finished layer show as Cache
 that it cannot read as one that is not there, and would run the layer again: the first line of the task refuses that.
 """
 
+import gc
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -39,14 +41,26 @@ def is_device_error(task: Any, task_run: Any, state: State) -> bool:
     try:
         state.result(raise_on_failure=True)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        # The frames that failed still hold the tensors that filled the device.
-        traceback.clear_frames(error.__traceback__)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_memory(error)
         return True
     except Exception:
         return False
     return False
+
+
+def _free_memory(error: BaseException) -> None:
+    """Let go of what the failed attempt holds, on every device, before the layer is repeated."""
+    # The frames that failed, of this error and of those that it was raised from, still hold what filled the device.
+    failed: BaseException | None = error
+    while failed is not None:
+        traceback.clear_frames(failed.__traceback__)
+        failed = failed.__cause__ or failed.__context__
+    running.current().work = None
+    gc.collect()  # tensors in cycles of an exception and its frames
+    if torch.cuda.is_available():
+        # A lost device answers with its own error again, and has no memory to give back.
+        with suppress(torch.AcceleratorError):
+            torch.cuda.empty_cache()
 
 
 @task(
@@ -65,7 +79,11 @@ def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> 
     run = running.current()
     run.begin_layer(layer)
     run.work = work = LayerWork(run, layer)
-    _run_shards(work, layer)
+    try:
+        _run_shards(work, layer)
+    except torch.AcceleratorError:
+        _leave_out_lost(run, work)
+        raise
     packed = pack(run, work)
     scan(packed, name)
     ref = session.current().stage_layer(name, safetensors_payload(packed))
@@ -77,7 +95,7 @@ def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> 
 def _run_shards(work: LayerWork, layer: int) -> None:
     """Start all shards and wait for them; the first real error of any of them, not the broken barrier of its siblings."""
     try:
-        shards: PrefectFutureList[int] = quantize_shard.map(unmapped(layer), list(range(work.device_count)))
+        shards: PrefectFutureList[int] = quantize_shard.map(unmapped(layer), work.slots)
         for shard in as_completed(list(shards), timeout=SHARD_TIMEOUT_SECONDS):
             shard.wait()  # it is done; this takes its state from the thread, where `state` alone asks the API
             if not shard.state.is_completed():
@@ -94,6 +112,16 @@ def _run_shards(work: LayerWork, layer: int) -> None:
             raise told_by_siblings
     finally:
         work.abort()  # a run that is given up here, or while shards are started, leaves none at work
+
+
+def _leave_out_lost(run: running.Run, work: LayerWork) -> None:
+    """Let the other devices of the pool take the work of the one that failed, when there are others."""
+    slot = work.failed_slot
+    if slot is not None and run.leave_out(slot):
+        run.logger.warning(
+            "device %d of the pool (%s) is lost and left out: %d of %d go on with layer %d; the next process tries it again",
+            slot, work.devices[slot], len(run.devices), len(run.pool.devices), work.layer + 1,
+        )  # fmt: skip
 
 
 def pack(run: running.Run, work: LayerWork) -> dict[str, Tensor]:
@@ -135,7 +163,10 @@ def _receipt(run: running.Run, work: LayerWork, key: str, sha256: str, size: int
             modules.append(
                 ModuleReport(
                     name=module, method=outcome.method, loss=work.quantized[module].loss, tokens=outcome.tokens,
-                    damp_percent=outcome.damp_percent, fallback=outcome.fallback, unscaled=outcome.unscaled,
+                    damp_percent=outcome.damp_percent,
+                    # A module may fall back on its own where siblings do not have to.
+                    fallback=getattr(work.quantized[module], "fallback", None) or outcome.fallback,
+                    unscaled=outcome.unscaled,
                 )
             )  # fmt: skip
     loss = sum(module.loss for module in modules) / len(modules) if modules else 0.0

@@ -12,6 +12,7 @@ meet at barriers. One that fails breaks the barrier, so that no sibling waits fo
 """
 
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,10 +27,10 @@ from tasks import running
 from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.expert_groups import cost, group_size, quantize_subset
 from tasks.methods.gptq import HessianError
-from tasks.methods.grid import QuantizedRows, WeightError
+from tasks.methods.grid import WeightError
 from tasks.models.experts import group_experts
 from tasks.models.staged import StagedForward
-from tasks.schemes import Prepared, Rows, Statistic
+from tasks.schemes import Prepared, Rows, Statistic, UnitRows
 
 T = TypeVar("T")
 
@@ -79,8 +80,11 @@ class LayerWork:
     def __init__(self, run: running.Run, layer: int) -> None:
         self.run = run
         self.layer = layer
-        self.device_count = len(run.pool.devices)
+        self.devices = run.devices
+        self.slots = list(self.devices)
+        self.device_count = len(self.slots)
         self.error: BaseException | None = None
+        self.failed_slot: int | None = None
         self.outcomes: dict[tuple[str, ...], Prepared] = {}
         self.quantized: dict[str, Rows] = {}
         self.outputs: dict[int, Tensor] = {}
@@ -89,7 +93,7 @@ class LayerWork:
         # What the shards share while they look for scales (`tasks.scaled_shard.LayerScaling`).
         self.scaling: Any = None
         self.prepared: Prepared | None = None
-        self.units: dict[int, QuantizedRows] = {}
+        self.units: dict[int, UnitRows] = {}
         # Why error feedback diverged, by unit.
         self.diverged: dict[int, str] = {}
         self._barrier = threading.Barrier(self.device_count)
@@ -97,15 +101,19 @@ class LayerWork:
         self._sums: dict[tuple[str, ...], LaneSum] = {}
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Break the barrier when a shard fails, and keep the first error that is not a sibling's."""
+    def guarded(self, slot: int) -> Iterator[None]:
+        """Break the barrier when a shard fails, and keep the first error that is not a sibling's, and whose it is."""
         try:
             yield
         except threading.BrokenBarrierError as error:
+            # Whoever keeps the error, such as a log record, must not keep what lies on the device: a repeat needs the room.
+            traceback.clear_frames(error.__traceback__)
             raise SiblingFailed(f"another shard of layer {self.layer} failed; its error is the one to read") from error
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
             with self._lock:
-                self.error = self.error or error
+                if self.error is None:
+                    self.error, self.failed_slot = error, slot
             self.abort()
             raise
 
@@ -133,7 +141,8 @@ class LayerWork:
             reason = self.diverged[min(self.diverged)]
             self.outcomes[subset] = replace(self.outcomes[subset], method="rtn", fallback=reason)
             self.diverged.clear()
-        stacked = QuantizedRows.concatenate([self.units[unit] for unit in sorted(self.units)])
+        parts = [self.units[unit] for unit in sorted(self.units)]
+        stacked = parts[0].concatenate(parts)
         start = 0
         for name, count in zip(subset, rows, strict=True):
             self.keep(name, stacked.rows(start, start + count))
@@ -158,15 +167,15 @@ class LayerWork:
 
 @task(name="quantize-shard", task_run_name="layer {layer} device {device}", persist_result=False, cache_policy=NO_CACHE)
 def quantize_shard(layer: int, device: int) -> int:
-    """Do one device's share of the layer in work; the number of modules that the layer has finished."""
+    """Do the share of the device in this slot of the layer in work; the number of modules that the layer has finished."""
     from tasks.scaled_shard import ScaledShard  # which is built on what is here
 
     run = running.current()
     work = run.work
-    with work.guarded(), torch.no_grad():
+    with work.guarded(device), torch.no_grad():
         # Thread by thread: OpenMP keeps the number of the thread that asks.
         torch.set_num_threads(run.cpu_threads)
-        (ScaledShard if run.scheme.scales_layers else Shard)(work, device).go()
+        (ScaledShard if run.scheme.scales_layers else Shard)(work, work.slots.index(device)).go()
     return len(work.quantized)
 
 
@@ -177,7 +186,7 @@ class Shard:
         self.work = work
         self.run = work.run
         self.number = number
-        self.device = self.run.pool.devices[number].torch_device
+        self.device = work.devices[work.slots[number]].torch_device
         self.dtype = self.run.decoder.compute_dtype(self.device)
         self.lanes = lane_batches(len(self.run.hidden))
         self.subsets = self.run.decoder.subsets(work.layer)
@@ -213,6 +222,8 @@ class Shard:
                     self._quantize_stacked(module, subset)
                 else:
                     self._quantize_modules((subset,))
+                    if scheme.replaces_weights:
+                        self._replace_weights(module, subset)
             self._hand_on(staged)
 
     def _calls(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
@@ -294,8 +305,7 @@ class Shard:
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
         work.meet()
         for name, weight in weights.items():
-            rows = work.quantized[name]
-            assert isinstance(rows, QuantizedRows)
+            rows: Any = work.quantized[name]  # cut from `UnitRows`
             weight.data.copy_(rows.dequantize())
 
     def _quantize_group(self, module: nn.Module, stage: tuple[tuple[str, ...], ...]) -> None:
@@ -318,10 +328,9 @@ class Shard:
             work.settle(subset, prepared)
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
         work.meet()
-        for name in (name for subset in stage for name in subset):
-            quantized = work.quantized[name]
-            if isinstance(quantized, QuantizedRows):
-                weight_of(module, name).data.copy_(quantized.dequantize())
+        if scheme.quantizes_units or scheme.replaces_weights:
+            for subset in stage:
+                self._replace_weights(module, subset)
 
     def _quantize_units(self, weights: list[Tensor], state: Any) -> None:
         for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
@@ -354,6 +363,12 @@ class Shard:
             raise WeightError(f"`{full}`: {error}") from error
         self.work.keep(name, rows)
         return rows.loss
+
+    def _replace_weights(self, module: nn.Module, subset: tuple[str, ...]) -> None:
+        """Put what a loader will see into this device's module."""
+        for name in subset:
+            rows: Any = self.work.quantized[name]
+            weight_of(module, name).data.copy_(rows.dequantize())
 
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from checkpoint_store.session import CheckpointSession
 from tasks import schemes
 from tasks.calibration import Batch, CalibrationSet
-from tasks.devices import DevicePool
+from tasks.devices import Device, DevicePool
 from tasks.job import QuantizationJob
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
@@ -62,6 +62,8 @@ class Run:
     # Restored hidden states are compared byte for byte after they reached their device, once.
     hidden_is_restored: bool = False
     layer: int = 0
+    # Slots of the pool whose device was lost; the bytes do not depend on how many are left.
+    lost_slots: set[int] = field(default_factory=set)
     # What the shards of the layer in work share (`tasks.quantize_shard.LayerWork`).
     work: Any = None
     _seconds: list[float] = field(default_factory=list)
@@ -77,6 +79,18 @@ class Run:
         return self.calibration.summary["tokens"] if self.calibration is not None else 0
 
     @property
+    def devices(self) -> dict[int, Device]:
+        """The devices that compute, by their slot in the pool."""
+        return {slot: device for slot, device in enumerate(self.pool.devices) if slot not in self.lost_slots}
+
+    def leave_out(self, slot: int) -> bool:
+        """Compute without the device of this slot from the next attempt on; False when it is the only one."""
+        if set(self.devices) == {slot}:
+            return False
+        self.lost_slots.add(slot)
+        return True
+
+    @property
     def needs_activations(self) -> bool:
         return needs_activations(self.job)
 
@@ -88,7 +102,7 @@ class Run:
     @cached_property
     def scheme(self) -> schemes.Scheme:
         """How the job's method is carried out on its source."""
-        return schemes.scheme_of(self.job.quantization, self.source)
+        return schemes.scheme_of(self.job.quantization, self.source, self.job.seed)
 
     def calibration_batch(self, number: int) -> Batch:
         assert self.calibration is not None

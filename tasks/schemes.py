@@ -21,27 +21,40 @@ from tasks.execution_plan import UNIT_ROWS
 from tasks.formats import awq as awq_layout
 from tasks.formats import bitsandbytes as bitsandbytes_layout
 from tasks.formats import compressed_tensors as compressed_tensors_layout
+from tasks.formats import exl3 as exl3_layout
 from tasks.formats import fp8_block as fp8_layout
 from tasks.formats import gptq as gptq_layout
-from tasks.job import AWQConfig, BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
-from tasks.methods import bitsandbytes, fp8, gptq, rtn
+from tasks.formats import qqq as qqq_layout
+from tasks.job import (
+    AWQConfig,
+    BitsAndBytesConfig,
+    EXL3Config,
+    FP8Config,
+    GGUFConfig,
+    GPTQConfig,
+    QQQConfig,
+    Quantization,
+    RTNConfig,
+)
+from tasks.methods import bitsandbytes, fp8, gptq, qqq, rtn
 from tasks.methods.gptq import ActivationError, HessianError
-from tasks.methods.grid import QuantizedRows, check_weight
+from tasks.methods.grid import QuantizedRows, check_finite, check_weight
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
 
 LAYOUTS: dict[str, ModuleType] = {
     "gptq": gptq_layout,
     "awq": awq_layout,
+    "qqq": qqq_layout,
     "compressed-tensors": compressed_tensors_layout,
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
+    "exl3": exl3_layout,
 }
 # An expert that fewer tokens reach is rounded to nearest: a Hessian of so few fits them, and nothing else.
 FEWEST_TOKENS = 16
-# A K x K Hessian while it is factored: the sum in float32, the flipped copy, its factor and inverse in float64, the
-# float32 result.
-BYTES_PER_HESSIAN_ENTRY = 4 + 3 * 8 + 4
+# A K x K Hessian while it is factored: the sum in float32 and its copy in float64 (`tasks.methods.hessian`).
+BYTES_PER_HESSIAN_ENTRY = 4 + 8
 
 
 class Rows(Protocol):
@@ -49,6 +62,17 @@ class Rows(Protocol):
 
     @property
     def loss(self) -> float: ...
+
+
+class UnitRows(Rows, Protocol):
+    """Some rows of a subset, which are joined, cut into modules and put back into the layer."""
+
+    def rows(self, start: int, stop: int, /) -> "UnitRows": ...
+
+    def dequantize(self) -> Tensor: ...
+
+    @staticmethod
+    def concatenate(parts: Any, /) -> "UnitRows": ...
 
 
 class Statistic(Protocol):
@@ -75,7 +99,8 @@ class Prepared:
 
 def needs_activations(config: Quantization) -> bool:
     """Whether the method looks at what flows through the layers, which makes the layers a chain."""
-    return isinstance(config, GPTQConfig | AWQConfig) or (isinstance(config, GGUFConfig) and config.imatrix)
+    chained = isinstance(config, GPTQConfig | AWQConfig | QQQConfig | EXL3Config)
+    return chained or (isinstance(config, GGUFConfig) and config.imatrix)
 
 
 def packages(config: Quantization) -> tuple[str, ...]:
@@ -89,15 +114,20 @@ def layout_name(config: Quantization) -> str:
     return "gptq" if written == "gptq_v2" else written
 
 
-def scheme_of(config: Quantization, source: SourceModel) -> "Scheme":
-    """The scheme of this config for this source."""
+def scheme_of(config: Quantization, source: SourceModel, seed: int = 0) -> "Scheme":
+    """The scheme of this config for this source; `seed` is the job's."""
     from tasks.awq_scheme import AWQScheme  # which are built on what is here
+    from tasks.exl3_scheme import EXL3Scheme
     from tasks.gguf_scheme import GGUFScheme
 
     if isinstance(config, AWQConfig):
         return AWQScheme(config, source)
     if isinstance(config, GGUFConfig):
         return GGUFScheme(config, source)
+    if isinstance(config, EXL3Config):
+        return EXL3Scheme(config, source, seed)
+    if isinstance(config, QQQConfig):
+        return QQQScheme(config, source)
     return GPTQScheme(config, source) if isinstance(config, GPTQConfig) else Scheme(config, source)
 
 
@@ -108,10 +138,13 @@ class Scheme:
     # Whether input channels are scaled, for which a layer is observed before anything of it is quantized.
     scales_layers = False
     is_one_file = False
+    # Whether later linears of a layer see the quantized weights of a method that gets whole modules.
+    replaces_weights = False
 
-    def __init__(self, config: Quantization, source: SourceModel) -> None:
+    def __init__(self, config: Quantization, source: SourceModel, seed: int = 0) -> None:
         self.config = config
         self.source = source
+        self.seed = seed
         self.layout: Any = LAYOUTS.get(layout_name(config))
 
     @property
@@ -142,7 +175,7 @@ class Scheme:
     def check(self, weight_NK: Tensor) -> None:
         """WeightError for weights that no unit of rows could be quantized from."""
 
-    def quantize_unit(self, weight_NK: Tensor, state: Any) -> QuantizedRows:
+    def quantize_unit(self, weight_NK: Tensor, state: Any) -> UnitRows:
         """Some rows of a subset, on the CPU; HessianError when these can't be quantized with this state."""
         raise NotImplementedError(f"method `{self.config.method}` quantizes whole modules")
 
@@ -165,6 +198,10 @@ class Scheme:
         """What config.json says about the export."""
         described: dict[str, Any] = self.layout.quantization_config(self.config)
         return described
+
+    def written_beside_weights(self) -> dict[str, Any]:
+        """What else of the source than config.json and tensors decides the export's bytes, as plain values."""
+        return {}
 
     # What preflight asks
 
@@ -238,14 +275,15 @@ class Scheme:
         return not any(self.layout.problems(name, k, n, config) for name, (n, k) in shapes.items())
 
 
-class GPTQScheme(Scheme):
+class HessianScheme(Scheme):
     """Hessians, and rows in units; subsets whose Hessian is of no use are rounded to nearest."""
 
     quantizes_units = True
 
-    def __init__(self, config: GPTQConfig, source: SourceModel) -> None:
+    def __init__(self, config: GPTQConfig | QQQConfig, factoring: GPTQConfig, source: SourceModel) -> None:
         super().__init__(config, source)
-        self.gptq_config = config
+        self.fallback_tokens = config.fallback_tokens
+        self.factoring = factoring
 
     def statistic(self, in_features: int, device: torch.device) -> Statistic:
         return gptq.HessianSum(in_features, device)
@@ -258,23 +296,53 @@ class GPTQScheme(Scheme):
 
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
         tokens = total.tokens if total is not None else 0
-        if tokens < max(FEWEST_TOKENS, self.gptq_config.fallback_tokens * all_tokens):
+        if tokens < max(FEWEST_TOKENS, self.fallback_tokens * all_tokens):
             return Prepared(None, "rtn", tokens, None, f"{tokens} of {all_tokens} calibration tokens reached it")
         try:
-            factor = gptq.factor_hessian(total.hessian(), self.gptq_config)
+            factor = gptq.factor_hessian(total.hessian(), self.factoring)
         except HessianError as error:
             return Prepared(None, "rtn", tokens, None, str(error))
         except ActivationError as error:
             raise ActivationError(f"`{name}`: {error}") from error
-        return Prepared(factor, "gptq", tokens, factor.damp_percent)
+        return Prepared(factor, self.config.method, tokens, factor.damp_percent)
+
+
+class GPTQScheme(HessianScheme):
+    """An integer grid with float16 scales."""
+
+    def __init__(self, config: GPTQConfig, source: SourceModel) -> None:
+        super().__init__(config, config, source)
+        self.gptq_config = config
 
     def check(self, weight_NK: Tensor) -> None:
         check_weight(weight_NK, self.gptq_config)
 
-    def quantize_unit(self, weight_NK: Tensor, state: Any) -> QuantizedRows:
+    def quantize_unit(self, weight_NK: Tensor, state: Any) -> UnitRows:
         if state is None:
             return rtn.quantize_rows(weight_NK, self.gptq_config).to("cpu")
         return gptq.quantize_rows(weight_NK, state, self.gptq_config).to("cpu")
+
+
+class QQQScheme(HessianScheme):
+    """Four-bit codes of eight-bit weights."""
+
+    def __init__(self, config: QQQConfig, source: SourceModel) -> None:
+        super().__init__(config, qqq.as_gptq(config), source)
+        self.qqq_config = config
+
+    def check(self, weight_NK: Tensor) -> None:
+        check_finite(weight_NK)
+
+    def quantize_unit(self, weight_NK: Tensor, state: Any) -> UnitRows:
+        if state is None:
+            return qqq.round_to_nearest(weight_NK, self.qqq_config).to("cpu")
+        return qqq.quantize_rows(weight_NK, state, self.qqq_config).to("cpu")
+
+    def notes(self) -> Iterator[str]:
+        yield (
+            "qqq kernels round each token's activations to 8 bits as they run, and compute in float16: the model's outputs "
+            "must not leave its range"
+        )
 
 
 def _rtn_by_units(weight_NK: Tensor, config: RTNConfig) -> QuantizedRows:
@@ -302,7 +370,7 @@ def _on_cpu(rows: Any) -> Any:
 def _setting(name: str, value: Any) -> str:
     """A setting as a person would say it; empty for one that says nothing."""
     if name == "bits":
-        return f"{value} bit"
+        return f"{value:g} bit"
     if name == "group_size":
         return "one group per row" if value == -1 else f"groups of {value}"
     if name == "sym":
@@ -315,4 +383,4 @@ def _setting(name: str, value: Any) -> str:
         return "double quantization" if value else ""
     if name == "apply_clip":
         return "clipped" if value else ""
-    return str(value) if name in ("fp8_format", "quant_type") else ""
+    return str(value) if name in ("fp8_format", "quant_type", "codebook") else ""

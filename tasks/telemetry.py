@@ -27,7 +27,11 @@ def emit(logger: Logger, root: Path, name: str, detail: dict[str, Any]) -> None:
     try:
         emit_event(
             event=f"{EVENT_PREFIX}.{name}",
-            resource={"prefect.resource.id": f"{EVENT_PREFIX}.{root}", "prefect.resource.name": root.name},
+            resource={
+                "prefect.resource.id": f"{EVENT_PREFIX}.{root}",
+                "prefect.resource.name": root.name,
+                "prefect-quantize.root": str(root),
+            },
             payload=detail,
         )
     except Exception as error:
@@ -45,10 +49,18 @@ def listener(logger: Logger, root: Path, *, device: bool) -> Callable[[Checkpoin
             )
         if event.kind in EVENT_NAMES:
             emit(logger, root, EVENT_NAMES[event.kind], event.detail)
-        if device:
+        if device and event.kind != "failure":  # it ends the run: `failed` tells of it, as of any other error
             logger.info("telemetry %s %s", event.kind, json.dumps(event.detail, sort_keys=True, default=str))
 
     return on_event
+
+
+def failed(logger: Logger, root: Path, error: BaseException, *, device: bool) -> None:
+    """Tell that the run ends in an error, whichever it is: once, when it leaves the flow."""
+    detail = {"reason": type(error).__name__, "message": str(error)}
+    emit(logger, root, "failed", detail)
+    if device:
+        logger.info("telemetry failure %s", json.dumps(detail, sort_keys=True))
 
 
 def tensors(logger: Logger, kind: str, held: Sequence[Tensor], *, device: bool) -> None:

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import settings
 from prefect.testing.utilities import prefect_test_harness
 
+pytest_plugins = ["tests.deployed"]
+
 # Neither the tests nor the servers that they start send usage data.
 os.environ |= {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
 

@@ -18,6 +18,7 @@ from typing import Any
 from uuid import UUID
 
 import httpx
+import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -26,14 +27,15 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.states import Cancelled, Scheduled
+from prefect.states import Cancelled, Pending, Scheduled
 
 from checkpoint_store.store import CheckpointStore
 from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob
+from tests.flow_jobs import contents
 from tests.tiny_models import TEXTS, write_tiny_llama
 
 PROJECT = Path(__file__).resolve().parent.parent
-PATIENCE_SECONDS = 240
+PATIENCE_SECONDS = 600  # never reached where all is well; a busy machine takes its time
 QUANTIZE = "quantize-model/quantize"
 LAYERS = 8
 
@@ -181,6 +183,40 @@ def wait_until(is_so: Callable[[], Any], problem: Callable[[], str], seconds: fl
     return answer
 
 
+# Fixtures, for every test module (see conftest.py) ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
+    """A server to which everything was deployed, with the module's DEPLOY_OPTIONS and SERVER_SETTINGS where it has any."""
+    settings = getattr(request.module, "SERVER_SETTINGS", {})
+    with prefect_server(tmp_path_factory.mktemp("prefect"), **settings) as server:
+        server.call("deploy", *getattr(request.module, "DEPLOY_OPTIONS", ()), module="flows.cli")
+        yield server
+
+
+@pytest.fixture
+def alone(server: PrefectServer) -> Iterator[None]:
+    """What a test leaves scheduled is cancelled after it: the workers of the next one would take it."""
+    with nothing_left(server):
+        yield
+
+
+@pytest.fixture(scope="module")
+def eight_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `slow_model`."""
+    return slow_model(tmp_path_factory.mktemp("model") / "Tiny_Model")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: PrefectServer, eight_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of the output of a run of `slow_job` to which nothing happened."""
+    job = slow_job(eight_layers, tmp_path_factory.mktemp("undisturbed"))
+    run = start(server, job, state=Pending())
+    assert finish(engine(server, run)) == 0, server.log(str(run))
+    return contents(job.output)
+
+
 # Runs ------------------------------------------------------------------------------------------------------------------
 
 
@@ -278,9 +314,30 @@ def set_state(
         client.set_flow_run_state(run, State(type=type_, name=name), force=force)
 
 
+def press_retry(server: PrefectServer, run: UUID) -> None:
+    """What the UI's button sends."""
+    state = State(type=StateType.SCHEDULED, name="AwaitingRetry", message="Retry from the UI")
+    with server.client() as client:
+        answer = client.set_flow_run_state(run, state, force=False)
+    assert answer.status.value == "ACCEPT", answer
+
+
+def events(server: PrefectServer, run: UUID) -> dict[str, dict[str, Any]]:
+    """Payloads of this project's events of a run, the last of each name, as the server's events API tells them."""
+    body = {"filter": {"event": {"prefix": ["prefect-quantize."]}, "any_resource": {"id": [f"prefect.flow-run.{run}"]}}}
+    with server.client() as client:
+        found = client._client.post("/events/filter", json=body | {"limit": 50}).json()["events"]
+    return {event["event"]: event["payload"] for event in reversed(found)}
+
+
+def event(server: PrefectServer, run: UUID, name: str) -> dict[str, Any]:
+    """The payload of `prefect-quantize.checkpoint.<name>` once the server has it."""
+    name = f"prefect-quantize.checkpoint.{name}"
+    return wait_until(lambda: events(server, run).get(name), lambda: f"no {name} in {events(server, run)}")
+
+
 @contextmanager
 def nothing_left(server: PrefectServer) -> Iterator[None]:
-    """What a test leaves scheduled is cancelled after it: the workers of the next one would take it."""
     yield
     unfinished = FlowRunFilter(
         state=FlowRunFilterState(

@@ -1,6 +1,7 @@
 """Jobs on tiny models, and what became of them, for the tests that run the whole flow."""
 
 import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,8 +75,16 @@ def last_flow_run() -> FlowRun:
 
 
 def layer_task_states(flow_run_id: Any) -> list[str]:
-    """Names of the states in which the layer tasks of a flow run ended, in order."""
-    with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])))
-    layers = [run for run in runs if run.task_key.startswith("quantize_layer-")]
-    return [run.state_name for run in sorted(layers, key=lambda run: run.start_time or run.created)]
+    """Names of the states in which the layer tasks of a flow run ended, in order; the server learns them a little later."""
+    deadline = time.monotonic() + 60
+    before: list[tuple[Any, Any]] = []
+    while True:
+        with get_client(sync_client=True) as client:
+            runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])))
+        now = sorted((run.id, run.state_name) for run in runs)
+        settled = now == before and all(run.state is not None and run.state.is_final() for run in runs)
+        if (settled and runs) or time.monotonic() > deadline:
+            layers = [run for run in runs if run.task_key.startswith("quantize_layer-")]
+            return [run.state_name for run in sorted(layers, key=lambda run: run.start_time or run.created)]
+        before = now
+        time.sleep(1)

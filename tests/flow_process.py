@@ -7,6 +7,7 @@ first three mean those of the second layer. Every layer whose body runs is a lin
 import os
 import signal
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tasks.job import QuantizationJob
 from tasks.output_directory import Export
 
 LAYER = 1
+PIECES = 9  # of a file that is written piece by piece, before the one within which it ends
 
 
 def die() -> None:
@@ -28,21 +30,17 @@ def die() -> None:
 def arrange(moment: str) -> None:
     """Make this process kill itself at `moment`."""
     layers_begun: list[int] = []
-    work, rename, collect, add_tensors = (
-        quantize_layer.LayerWork,
-        Disk.rename,
-        quantize_shard.LayerWork.collect,
-        Export.add_tensors,
-    )
+    work, rename, keep = quantize_layer.LayerWork, Disk.rename, quantize_shard.LayerWork.keep
+    add_tensors, add_pieces = Export.add_tensors, Export.add_pieces
 
     def begin(run: Any, layer: int) -> Any:
         print(f"layer {layer}", flush=True)
         layers_begun.append(layer)
         return work(run, layer)
 
-    def maybe_die_collecting(self: Any, *args: Any) -> None:
-        collect(self, *args)
-        if moment == "inside a layer" and layers_begun[-1] == LAYER and len(self.outcomes) == 2:
+    def maybe_die_keeping(self: Any, *args: Any) -> None:
+        keep(self, *args)
+        if moment == "inside a layer" and layers_begun[-1] == LAYER and len(self.quantized) == 4:
             die()
 
     def maybe_die_renaming(self: Disk, from_directory: int, name: str, to_directory: int, new_name: str) -> None:
@@ -59,10 +57,21 @@ def arrange(moment: str) -> None:
             die()
         add_tensors(self, *args)
 
+    def maybe_die_within_a_file(self: Export, name: str, pieces: Iterable[memoryview]) -> None:
+        def half() -> Iterator[memoryview]:
+            for number, piece in enumerate(pieces):
+                yield piece[: len(piece) // 2] if number == PIECES else piece
+                if number == PIECES:
+                    print(f"died within {name}", flush=True)
+                    die()
+
+        add_pieces(self, name, half() if moment == "during export" else pieces)
+
     quantize_layer.LayerWork = begin  # type: ignore[assignment, misc]
-    quantize_shard.LayerWork.collect = maybe_die_collecting  # type: ignore[method-assign]
+    quantize_shard.LayerWork.keep = maybe_die_keeping  # type: ignore[method-assign]
     Disk.rename = maybe_die_renaming  # type: ignore[method-assign]
     Export.add_tensors = maybe_die_exporting  # type: ignore[method-assign, assignment]
+    Export.add_pieces = maybe_die_within_a_file  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

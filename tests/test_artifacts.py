@@ -1,46 +1,40 @@
 """What an operator sees of a run on a real server: progress, table, report, events, and the form for its parameters."""
 
+import itertools
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from uuid import UUID
 
 import pytest
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    DeploymentFilter,
+    DeploymentFilterId,
+)
 from prefect.client.schemas.objects import Artifact
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Pending
 
 from tasks.artifacts import duration
+from tasks.job import Quantization
 from tests.deployed import (
     LAYERS,
+    PROJECT,
     PrefectServer,
     engine,
+    event,
     finish,
     layers_published,
-    prefect_server,
     read,
     slow_job,
-    slow_model,
     start,
     wait_until,
     wait_until_final,
     wait_until_staged,
 )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as server:
-        server.call("deploy", module="flows.cli")
-        yield server
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return slow_model(tmp_path_factory.mktemp("model") / "Tiny_Model")
 
 
 def artifacts(server: PrefectServer, run: UUID) -> dict[str, Artifact]:
@@ -57,19 +51,11 @@ def rows(artifact: Artifact) -> list[dict[str, Any]]:
     return json.loads(str(artifact.data))
 
 
-def events(server: PrefectServer, run: UUID) -> dict[str, dict[str, Any]]:
-    """Payloads of this project's events of a run, the last of each name."""
-    body = {"filter": {"event": {"prefix": ["prefect-quantize."]}, "any_resource": {"id": [f"prefect.flow-run.{run}"]}}}
-    with server.client() as client:
-        found = client._client.post("/events/filter", json=body | {"limit": 50}).json()["events"]
-    return {event["event"]: event["payload"] for event in reversed(found)}
-
-
 @pytest.mark.slow
 def test_artifacts_and_events_of_a_run_that_was_stopped_and_went_on(
-    server: PrefectServer, model: Path, tmp_path: Path
+    server: PrefectServer, eight_layers: Path, tmp_path: Path
 ) -> None:
-    job = slow_job(model, tmp_path, interval="layer:100")
+    job = slow_job(eight_layers, tmp_path, interval="layer:100")
     run = start(server, job, state=Pending())
     process = engine(server, run)
     wait_until_staged(job, 2)
@@ -82,10 +68,8 @@ def test_artifacts_and_events_of_a_run_that_was_stopped_and_went_on(
     assert shown["progress"].data == 100 * published / LAYERS
     assert f"{published} of {LAYERS} layers, about " in str(shown["progress"].description)
     assert [row["layer"] for row in rows(shown["table"])] == [f"model.layers.{layer}" for layer in range(published)]
-    wait_until(lambda: "prefect-quantize.checkpoint.stopped" in events(server, run), lambda: "no event of the stop")
-    before = events(server, run)
-    assert before["prefect-quantize.checkpoint.published"]["cursor"] == published
-    assert f"{published} of {LAYERS} layers" in before["prefect-quantize.checkpoint.stopped"]["message"]
+    assert f"{published} of {LAYERS} layers" in event(server, run, "stopped")["message"]
+    assert event(server, run, "published")["cursor"] == published
 
     assert finish(engine(server, run)) == 0, server.log(str(run))
     again = artifacts(server, run)
@@ -97,29 +81,54 @@ def test_artifacts_and_events_of_a_run_that_was_stopped_and_went_on(
     report = str(again["markdown"].data)
     assert job.output in report and f"{LAYERS}, {published} by earlier runs" in report
     assert f"/runs/flow-run/{run})" in report and f"/artifacts/key/{again['table'].key})" in report
-    wait_until(lambda: "prefect-quantize.checkpoint.restored" in events(server, run), lambda: "no event of the resume")
-    assert events(server, run)["prefect-quantize.checkpoint.restored"]["cursor"] == published
+    assert event(server, run, "restored")["cursor"] == published
     assert read(server, run).name == "Tiny_Model gptq"
     assert str(again["progress"].key).startswith("tiny-model-gptq-")
 
 
 @pytest.mark.slow
-def test_a_rejected_run_says_why_in_an_event_and_another_run_shows_the_layers_from_the_checkpoint(
-    server: PrefectServer, model: Path, tmp_path: Path
+def test_a_run_that_fell_back_or_was_rejected_says_why_in_an_event_that_an_automation_can_use(
+    server: PrefectServer, eight_layers: Path, tmp_path: Path
 ) -> None:
-    job = slow_job(model, tmp_path, samples=6)
+    server.call(module=documented("automation", server.home))
+    job = slow_job(eight_layers, tmp_path, samples=6)
     assert finish(engine(server, start(server, job, state=Pending()))) == 0
+    newest = max((Path(job.checkpoint.path) / "generations").iterdir())
+    newest.write_bytes(newest.read_bytes().replace(b'"cursor"', b'"CURSOR"'))
     other = job.model_copy(update={"output": str(tmp_path / "second")})
     run = start(server, other, state=Pending())
     assert finish(engine(server, run)) == 0
+    fell_back = event(server, run, "fell-back")
+    assert (fell_back["from"], fell_back["to"]) == (LAYERS, LAYERS - 1)
+    assert newest.name in fell_back["reason"] and "has other bytes" in fell_back["reason"]
     assert len(rows(artifacts(server, run)["table"])) == LAYERS
+    hygiene = {"root": job.checkpoint.path, "megabytes_per_second": 200}
+    wait_until(lambda: hygiene in hygiene_runs(server), lambda: f"the automation did nothing: {hygiene_runs(server)}")
+
     third = other.model_copy(update={"output": str(tmp_path / "third"), "seed": 1})
     run = start(server, third, state=Pending())
     finish(engine(server, run))
     assert wait_until_final(server, run).name == "Failed"
-    wait_until(lambda: "prefect-quantize.checkpoint.rejected" in events(server, run), lambda: "no event")
-    rejected = events(server, run)["prefect-quantize.checkpoint.rejected"]
-    assert rejected["reason"] == "IdentityMismatch" and "execution_plan.seed" in rejected["message"]
+    for name in ("rejected", "failed"):
+        told = event(server, run, name)
+        assert told["reason"] == "IdentityMismatch" and "execution_plan.seed" in told["message"]
+
+
+def documented(name: str, place: Path) -> str:
+    """The program of docs/operating.md that follows the line `<!-- test: NAME -->`, as a module in `place`."""
+    text = (PROJECT / "docs" / "operating.md").read_text()
+    program = text.partition(f"<!-- test: {name} -->\n```python\n")[2].partition("```")[0]
+    assert program
+    (place / f"{name}.py").write_text(program)
+    return name
+
+
+def hygiene_runs(server: PrefectServer) -> list[dict[str, Any]]:
+    """Parameters of the runs of `store-hygiene`."""
+    with server.client() as client:
+        deployment = client.read_deployment_by_name("maintain-store/store-hygiene")
+        own = DeploymentFilter(id=DeploymentFilterId(any_=[deployment.id]))
+        return [run.parameters for run in client.read_flow_runs(deployment_filter=own)]
 
 
 def test_the_form_offers_methods_as_a_choice_and_explains_every_field(server: PrefectServer) -> None:
@@ -129,8 +138,17 @@ def test_the_form_offers_methods_as_a_choice_and_explains_every_field(server: Pr
     assert schema is not None
     definitions = schema["definitions"]
     method = definitions["QuantizationJob"]["properties"]["quantization"]
-    assert method["discriminator"]["propertyName"] == "method"
-    assert {choice["$ref"].rpartition("/")[2] for choice in method["oneOf"]} == {"GPTQConfig", "RTNConfig"}
+    # The UI offers `anyOf` as a choice; for `oneOf` it has a field for raw JSON.
+    choices = [definitions[choice["$ref"].rpartition("/")[2]] for choice in method["anyOf"]]
+    assert [choice["title"] for choice in choices[:2]] == ["RTN", "GPTQ"]
+    assert len(choices) == len(get_args(get_args(Quantization)[0]))
+    assert method["default"]["method"] == "gptq" and method["default"]["desc_act"] is False
+    for earlier, later in itertools.combinations(choices, 2):
+        # It shows a value as the first one that has all of its fields.
+        assert not set(later["properties"]) <= set(earlier["properties"]), f"put {later['title']} first"
+    assert all(
+        choice["properties"]["method"]["const"] == choice["properties"]["method"]["default"] for choice in choices
+    )
     assert "desc_act" in definitions["GPTQConfig"]["properties"]
     assert "desc_act" not in definitions["RTNConfig"]["properties"]
     unexplained = [
@@ -146,7 +164,7 @@ def test_the_form_offers_methods_as_a_choice_and_explains_every_field(server: Pr
 @pytest.mark.parametrize(
     ("section", "wrong"),
     [
-        ("quantization", {"method": "awq"}),
+        ("quantization", {"method": "no-such-method"}),
         ("quantization", {"method": "gptq", "bits": 5}),
         ("quantization", {"method": "rtn", "desc_act": True}),
         ("calibration", {"data": "text.txt", "samples": 0}),

@@ -175,6 +175,17 @@ def test_zeros_come_back_as_exact_zeros(config):
     assert not method.quantize_weight(torch.zeros(5, 9), config).dequantize().any()
 
 
+@every_four_bit
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
+def test_mostly_zero_matrices_are_not_refused(config, share):
+    """Pruned channels: blocks of zeros are no small magnitudes that double quantization would lose."""
+    weight_NK = torch.randn(40, 128)
+    weight_NK[: int(40 * share)] = 0
+    rows = method.quantize_weight(weight_NK, config)
+    assert not rows.dequantize()[: int(40 * share)].any()
+    assert float(rows.losses_N.max()) <= 0.04  # fp4 is the coarser one
+
+
 @every_config
 @pytest.mark.parametrize("magnitude", [1e-4, 1e-8, 1e-20, 1e-38, 1e-44])
 def test_tiny_weights_stay_finite_and_no_farther_than_a_step(config, magnitude):

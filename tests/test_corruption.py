@@ -115,7 +115,9 @@ def test_a_file_that_is_missing_longer_zeroed_or_a_directory_is_seen(path: str):
     for damaged in (None, content + b"\0", content + b"\n", content * 2, bytes(len(content))):
         assert found(with_file(path, damaged)) == expected(path), damaged
     as_directory = tuple((name, -1, None) if name == path else (name, number, held) for name, number, held in SAVED)
-    assert found(as_directory) == expected(path)
+    reader, writer = expected(path)
+    # A writer is told of what it could not replace by a rename, before it computes anything.
+    assert found(as_directory) == (reader, CheckpointDamaged if path in ("CURRENT", "CURRENT.prev") else writer)
 
 
 @REPEATABLE
@@ -363,7 +365,24 @@ def test_something_else_than_a_file_inside_the_root_is_not_followed(what: str, k
             os.mkfifo(path)
         case "directory":
             path.mkdir()
-    assert found_on_disk(root) == [2, 2]
+    # No rename replaces a directory: a writer is told at once, and not when its first layer is to be published.
+    writer = CheckpointDamaged if (what, kind) == ("CURRENT", "directory") else 2
+    assert found_on_disk(root) == [2, writer]
+
+
+@pytest.mark.parametrize("name", ["CURRENT", "CURRENT.prev"])
+def test_a_directory_in_a_pointers_place_is_told_at_once_and_moving_it_away_mends_it(name: str, root: Path):
+    (root / name).unlink()
+    (root / name).mkdir()
+    with pytest.raises(CheckpointDamaged, match=rf"{name}` is damaged: a directory stands in its place.*move it away"):
+        open_writer(Disk(), str(root))
+    (root / name).rmdir()
+    store = open_writer(Disk(), str(root))
+    try:
+        cursor, held = load(store)
+    finally:
+        store.close()
+    assert held == contents(cursor)
 
 
 @pytest.mark.parametrize("name", ["objects", "generations", "FORMAT", "writer.lock"])

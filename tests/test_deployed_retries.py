@@ -2,11 +2,9 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prefect.client.schemas.objects import State, StateType
 from prefect.states import Pending
 
 from tests.deployed import (
@@ -18,11 +16,9 @@ from tests.deployed import (
     history,
     layer_states,
     layers_published,
-    nothing_left,
-    prefect_server,
+    press_retry,
     read,
     slow_job,
-    slow_model,
     start,
     wait_for_log,
     wait_for_state,
@@ -32,49 +28,14 @@ from tests.deployed import (
 )
 from tests.flow_jobs import contents
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as server:
-        server.call("deploy", module="flows.cli")
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def alone(server: PrefectServer) -> Iterator[None]:
-    with nothing_left(server):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return slow_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(server: PrefectServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Digests of the output of a run that never failed."""
-    job = slow_job(model, tmp_path_factory.mktemp("undisturbed"))
-    run = start(server, job, state=Pending())
-    assert finish(engine(server, run)) == 0, server.log(str(run))
-    return contents(job.output)
-
-
-def press_retry(server: PrefectServer, run: object) -> None:
-    """What the UI's button sends."""
-    state = State(type=StateType.SCHEDULED, name="AwaitingRetry", message="Retry from the UI")
-    with server.client() as client:
-        answer = client.set_flow_run_state(run, state, force=False)  # type: ignore[arg-type]
-    assert answer.status.value == "ACCEPT", answer
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
 def test_the_retry_button_goes_on_after_a_crash_and_after_a_failure_in_the_middle(
-    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+    server: PrefectServer, eight_layers: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
     """First the flow process is killed, then a shard of the source cannot be read; the job may not find a checkpoint."""
-    job = slow_job(model, tmp_path, resume="never")
+    job = slow_job(eight_layers, tmp_path, resume="never")
     with worker(server) as running_worker:
         run = start(server, job)
         wait_until_published(job, 1, server)
@@ -85,12 +46,12 @@ def test_the_retry_button_goes_on_after_a_crash_and_after_a_failure_in_the_middl
         after_crash = layers_published(job)
         press_retry(server, run)
         wait_until_published(job, after_crash + 1, server)
-        shard = model / "model.safetensors"
-        shard.rename(model / "away")
+        shard = eight_layers / "model.safetensors"
+        shard.rename(eight_layers / "away")
         try:
             assert wait_for_state(server, run, "Failed", "Completed").name == "Failed", server.log("worker")
         finally:
-            (model / "away").rename(shard)
+            (eight_layers / "away").rename(shard)
         after_failure = layers_published(job)
         assert 1 <= after_crash < after_failure < LAYERS
         press_retry(server, run)
@@ -101,10 +62,14 @@ def test_the_retry_button_goes_on_after_a_crash_and_after_a_failure_in_the_middl
     assert contents(job.output) == undisturbed
 
 
-def test_a_retry_of_another_run_does_not_get_past_never(server: PrefectServer, model: Path, tmp_path: Path) -> None:
-    job = slow_job(model, tmp_path, samples=6)
+def test_a_retry_of_another_run_does_not_get_past_never(
+    server: PrefectServer, eight_layers: Path, tmp_path: Path
+) -> None:
+    job = slow_job(eight_layers, tmp_path, samples=6)
     assert finish(engine(server, start(server, job, state=Pending()))) == 0
-    other = slow_job(model, tmp_path, samples=6, resume="never").model_copy(update={"output": str(tmp_path / "other")})
+    other = slow_job(eight_layers, tmp_path, samples=6, resume="never").model_copy(
+        update={"output": str(tmp_path / "other")}
+    )
     run = start(server, other, state=Pending())
     finish(engine(server, run))
     assert wait_until_final(server, run).name == "Failed"

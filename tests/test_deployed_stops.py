@@ -6,8 +6,8 @@ Jobs publish after the last layer only, so that whatever is published before it 
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
@@ -26,12 +26,10 @@ from tests.deployed import (
     history,
     layer_states,
     layers_published,
-    nothing_left,
-    prefect_server,
+    press_retry,
     read,
     set_state,
     slow_job,
-    slow_model,
     start,
     wait_for_log,
     wait_for_state,
@@ -43,46 +41,19 @@ from tests.deployed import (
 )
 from tests.flow_jobs import contents
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as server:
-        server.call("deploy", module="flows.cli")
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def alone(server: PrefectServer) -> Iterator[None]:
-    with nothing_left(server):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return slow_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(server: PrefectServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Digests of the output of a run that nothing stopped."""
-    job = slow_job(model, tmp_path_factory.mktemp("undisturbed"))
-    run = start(server, job, state=Pending())
-    assert finish(engine(server, run)) == 0, server.log(str(run))
-    return contents(job.output)
-
-
-def assert_nothing_was_done_twice(server: PrefectServer, run: object, published: int) -> None:
-    states = layer_states(server, run)  # type: ignore[arg-type]
+def assert_nothing_was_done_twice(server: PrefectServer, run: UUID, published: int) -> None:
+    states = layer_states(server, run)
     assert states.count("Completed") == LAYERS, states
     assert states.count("Cached") == published, states
 
 
-def test_a_cancelled_run_publishes_the_layer_in_work_and_a_retry_finishes_it(
-    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+def test_a_cancelled_run_publishes_the_layer_in_work_and_the_retry_button_finishes_it(
+    server: PrefectServer, eight_layers: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    job = slow_job(model, tmp_path, interval="layer:100", resume="never")
+    job = slow_job(eight_layers, tmp_path, interval="layer:100", resume="never")
     with worker(server) as running_worker:
         run = start(server, job)
         wait_until_staged(job, 2)
@@ -92,16 +63,16 @@ def test_a_cancelled_run_publishes_the_layer_in_work_and_a_retry_finishes_it(
         published = layers_published(job)
         assert 1 <= published < LAYERS
         wait_until(lambda: not descendants(running_worker.pid), lambda: "the flow process lives on")
-        server.call("flow-run", "retry", str(run))
+        press_retry(server, run)
         assert wait_for_state(server, run, "Completed", "Failed", "Crashed").name == "Completed", server.log("worker")
     assert_nothing_was_done_twice(server, run, published)
     assert contents(job.output) == undisturbed
 
 
 def test_sigterm_to_the_flow_process_is_followed_by_a_fresh_process_unattended(
-    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+    server: PrefectServer, eight_layers: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    job = slow_job(model, tmp_path, interval="layer:100", resume="never")
+    job = slow_job(eight_layers, tmp_path, interval="layer:100", resume="never")
     with worker(server) as running_worker:
         run = start(server, job)
         wait_until_staged(job, 2)
@@ -118,9 +89,9 @@ def test_sigterm_to_the_flow_process_is_followed_by_a_fresh_process_unattended(
 
 
 def test_a_suspended_run_finishes_its_layer_and_resume_goes_on_in_a_fresh_process(
-    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+    server: PrefectServer, eight_layers: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    job = slow_job(model, tmp_path, interval="layer:100")
+    job = slow_job(eight_layers, tmp_path, interval="layer:100")
     with worker(server) as running_worker:
         run = start(server, job)
         wait_until_staged(job, 2)
@@ -140,9 +111,9 @@ def test_a_suspended_run_finishes_its_layer_and_resume_goes_on_in_a_fresh_proces
 
 
 def test_a_deadline_stops_at_a_boundary_and_the_run_is_scheduled_for_the_next_window(
-    server: PrefectServer, model: Path, tmp_path: Path
+    server: PrefectServer, eight_layers: Path, tmp_path: Path
 ) -> None:
-    job = slow_job(model, tmp_path, samples=400, interval="layer:100")
+    job = slow_job(eight_layers, tmp_path, samples=400, interval="layer:100")
     run = start(server, job, state=Pending(), deadline="6s")
     assert finish(engine(server, run)) == 0
     state = read(server, run).state
@@ -155,9 +126,9 @@ def test_a_deadline_stops_at_a_boundary_and_the_run_is_scheduled_for_the_next_wi
 
 
 def test_a_run_that_its_deadline_stopped_takes_the_place_of_the_one_that_is_scheduled_next(
-    server: PrefectServer, model: Path, tmp_path: Path
+    server: PrefectServer, eight_layers: Path, tmp_path: Path
 ) -> None:
-    job = slow_job(model, tmp_path, samples=400)
+    job = slow_job(eight_layers, tmp_path, samples=400)
     parameters = {"job": job.model_dump(mode="json"), "deadline": "3s"}
     with server.client() as client:
         overnight = client.read_deployment_by_name("quantize-model/overnight")
@@ -183,8 +154,10 @@ def test_a_run_that_its_deadline_stopped_takes_the_place_of_the_one_that_is_sche
     assert tonight is not None and tonight.name == "Continued" and str(run) in str(tonight.message)
 
 
-def test_a_signal_before_the_first_layer_publishes_nothing(server: PrefectServer, model: Path, tmp_path: Path) -> None:
-    job = slow_job(model, tmp_path)
+def test_a_signal_before_the_first_layer_publishes_nothing(
+    server: PrefectServer, eight_layers: Path, tmp_path: Path
+) -> None:
+    job = slow_job(eight_layers, tmp_path)
     run = start(server, job, state=Pending(), deadline="8h")
     process = engine(server, run)
     wait_for_log(server, str(run), "deadline 8h: ")
@@ -198,9 +171,9 @@ def test_a_signal_before_the_first_layer_publishes_nothing(server: PrefectServer
 
 
 def test_a_signal_after_the_last_layer_does_not_prevent_the_export(
-    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+    server: PrefectServer, eight_layers: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    job = slow_job(model, tmp_path)
+    job = slow_job(eight_layers, tmp_path)
     run = start(server, job, state=Pending())
     process = engine(server, run)
     wait_for_log(server, str(run), f"layer {LAYERS} of {LAYERS}: loss")
@@ -211,9 +184,9 @@ def test_a_signal_after_the_last_layer_does_not_prevent_the_export(
 
 
 def test_the_second_signal_tells_how_far_and_the_third_gives_up_with_what_is_published(
-    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+    server: PrefectServer, eight_layers: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    job = slow_job(model, tmp_path, samples=600)
+    job = slow_job(eight_layers, tmp_path, samples=600)
     run = start(server, job, state=Pending())
     process = engine(server, run)
     wait_until_published(job, 1, server, str(run))
@@ -233,9 +206,9 @@ def test_the_second_signal_tells_how_far_and_the_third_gives_up_with_what_is_pub
 
 
 def test_sigterm_to_serve_publishes_and_a_retry_on_a_new_serve_goes_on(
-    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+    server: PrefectServer, eight_layers: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    job = slow_job(model, tmp_path, interval="layer:100")
+    job = slow_job(eight_layers, tmp_path, interval="layer:100")
     serving = server.spawn("serve", "serve", module="flows.cli")
     try:
         wait_for_log(server, "serve", "quantize-model/quantize")

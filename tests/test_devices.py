@@ -1,5 +1,7 @@
 """Pools of devices: which are taken, what tells them apart, and the locks that keep other runs away."""
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -91,8 +93,9 @@ def test_the_topology_names_what_a_resume_must_find_again_in_order():
 
 
 def test_a_locked_gpu_is_refused_to_another_pool_and_free_afterwards(lock_directory):
-    with DevicePool((GPU,)).lock():
-        with pytest.raises(DeviceBusy, match=r"cuda:0 \(Some GPU, 1111.*\) is held by another run"):
+    with DevicePool((GPU,)).lock("flow run 12 (`big gptq`)"):
+        by = rf"by flow run 12 \(`big gptq`\) \(process {os.getpid()}\) on this host"
+        with pytest.raises(DeviceBusy, match=rf"cuda:0 \(Some GPU, 1111.*\) is held {by}"):
             DevicePool((GPU,)).lock().__enter__()
         with DevicePool((OTHER,)).lock():
             pass
@@ -119,12 +122,38 @@ def test_the_lock_of_a_killed_process_is_free(lock_directory):
     )
     with holder:
         holder.stdout.readline()
-        with pytest.raises(DeviceBusy):
+        path.write_text('{"pid": 1, "run": "a run of last week"}')
+        with pytest.raises(DeviceBusy, match=f"is held by process {holder.pid} on this host"):
             DevicePool((GPU,)).lock().__enter__()
         holder.kill()
         holder.wait()
         with DevicePool((GPU,)).lock():
             pass
+
+
+@pytest.mark.parametrize("note", ["", "[]", "{", '{"pid": 1}'])
+def test_a_note_that_says_nothing_leaves_the_kernels_word(lock_directory, note):
+    with DevicePool((GPU,)).lock():
+        (lock_directory / f"prefect-quantize-{GPU.uuid}.lock").write_text(note)
+        with pytest.raises(DeviceBusy, match=f"is held by process {os.getpid()} on this host"):
+            DevicePool((GPU,)).lock().__enter__()
+
+
+def test_another_users_lock_file_is_locked_all_the_same_without_a_note(lock_directory, monkeypatch):
+    path = lock_directory / f"prefect-quantize-{GPU.uuid}.lock"
+    path.write_text("another user's")
+    opened = os.open
+
+    def refusing(path, flags, mode=0o777):
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with DevicePool((GPU,)).lock("mine"), pytest.raises(DeviceBusy, match=f"is held by process {os.getpid()} on"):
+        DevicePool((GPU,)).lock().__enter__()
+    monkeypatch.undo()
+    assert path.read_text() == "another user's"
 
 
 def test_the_cpu_is_shared(lock_directory):

@@ -1,17 +1,21 @@
 """The embedded server: there when a run needs it, deaf to Ctrl+C, gone with the run however that ends."""
 
+import http.server
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.embedded_server import ServerDidNotStart, embedded_server
+from flows import cli
+from flows.embedded_server import ServerDidNotStart, embedded_server, refuse_unreachable
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_SECONDS = 120
@@ -109,12 +113,32 @@ def test_ctrl_c_to_the_group_spares_the_server_and_a_killed_run_takes_it_along(t
 
 def test_a_configured_server_is_used_and_none_is_started() -> None:
     ran = []
-    with (
-        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
-        embedded_server(while_starting=lambda: ran.append(True)) as url,
-    ):
-        assert url == "http://127.0.0.1:9/api"
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as answering:
+        threading.Thread(target=answering.serve_forever, daemon=True).start()
+        api_url = f"http://127.0.0.1:{answering.server_port}/api"
+        with (
+            temporary_settings({PREFECT_API_URL: api_url}),
+            embedded_server(while_starting=lambda: ran.append(True)) as url,
+        ):
+            assert url == api_url, "any answer will do, here a 501"
+        answering.shutdown()
     assert ran == [True]
+
+
+@pytest.mark.parametrize("command", [["deploy"], ["serve"], ["run", "model", "--output", "output"]])
+def test_a_configured_server_that_does_not_answer_is_told_with_the_way_to_mend_it(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(refuse_unreachable, "__defaults__", (0.0,))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        api_url = f"http://127.0.0.1:{unused.getsockname()[1]}/api"
+        with temporary_settings({PREFECT_API_URL: api_url}):
+            assert cli.main(command) == 1
+    told = capsys.readouterr().err
+    assert f"nothing answers at {api_url}" in told and "ConnectError" in told
+    assert "prefect server start" in told and "prefect config unset PREFECT_API_URL" in told
+    assert "Traceback" not in told
 
 
 def test_a_server_that_cannot_start_is_told_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:

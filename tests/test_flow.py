@@ -2,20 +2,33 @@
 
 import inspect
 import itertools
+import json
 import logging
+import os
+import re
+import signal
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.exceptions import Abort
+from prefect.flow_engine import run_flow
+from prefect.states import Pending
 from safetensors.torch import load_file, save_file
 
 from checkpoint_store import session
-from checkpoint_store.errors import StoreLocked
+from checkpoint_store.errors import CheckpointStopped, StorageFull, StoreLocked
+from checkpoint_store.published import Generation
 from checkpoint_store.store import CheckpointStore
+from flows import stopping
 from flows.quantize_model import LayerFailed, quantize_model
-from tasks import quantize_layer, quantize_shard, running, telemetry
+from tasks import devices, quantize_layer, quantize_shard, running, telemetry
+from tasks.devices import DeviceBusy, DevicePool
 from tasks.job import GPTQConfig, RTNConfig, TelemetryConfig
 from tasks.methods import gptq
 from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
@@ -46,8 +59,8 @@ def test_the_report_says_what_every_module_cost(model: Path, tmp_path: Path) -> 
 def test_one_cpu_and_two_give_the_same_bytes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_shard, "UNIT_ROWS", 48)  # several units, that cut through modules
     outputs = []
-    for devices in (("cpu",), ("cpu", "cpu")):
-        job = tiny_job(model, tmp_path / str(len(devices)), devices=devices)
+    for pool in (("cpu",), ("cpu", "cpu")):
+        job = tiny_job(model, tmp_path / str(len(pool)), devices=pool)
         quantize_model(job)
         outputs.append(contents(job.output))
     assert outputs[0] == outputs[1]
@@ -171,6 +184,51 @@ def test_an_event_that_cannot_be_sent_is_a_warning_and_the_run_goes_on(
     assert any("prefect-quantize.checkpoint.published was not sent: no events today" in line for line in warnings)
 
 
+def test_a_generation_is_written_while_the_next_layer_is_computed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were it written first, the publish of the first layer would wait here for ever."""
+    publish, begin_layer = CheckpointStore.publish, running.Run.begin_layer
+    second_layer_began = threading.Event()
+
+    def waiting_publish(*args: Any) -> Generation:
+        assert second_layer_began.wait(60)
+        return publish(*args)
+
+    def telling_begin(self: running.Run, index: int) -> None:
+        begin_layer(self, index)
+        if index == 1:
+            second_layer_began.set()
+
+    monkeypatch.setattr(CheckpointStore, "publish", waiting_publish)
+    monkeypatch.setattr(running.Run, "begin_layer", telling_begin)
+    events: list[tuple[str, Any]] = []
+    monkeypatch.setattr(telemetry, "emit_event", lambda event, **_: events.append((event, FlowRunContext.get())))
+    assert quantize_model(tiny_job(model, tmp_path)).status == "done"
+    assert len(events) == LAYERS and all(run is not None for _, run in events), "an event lost the run it belongs to"
+
+
+def test_a_publish_that_fails_while_a_layer_is_computed_ends_the_run_with_its_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = CheckpointStore.publish
+    published: list[int] = []
+
+    def failing_publish(self: CheckpointStore, identity: Any, cursor: int, *rest: Any) -> Generation:
+        if cursor == 2:
+            raise StorageFull("no space for the second layer")
+        published.append(cursor)
+        return publish(self, identity, cursor, *rest)
+
+    job = tiny_job(model, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointStore, "publish", failing_publish)
+        with pytest.raises(StorageFull, match="second layer"):
+            quantize_model(job)
+    assert published == [1] and not Path(job.output).exists()
+    assert quantize_model(job).resumed_from == 1
+
+
 def test_events_name_what_happened_to_the_checkpoint(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +243,56 @@ def test_events_name_what_happened_to_the_checkpoint(
     names.clear()
     with pytest.raises(Exception, match="belongs to another job"):
         quantize_model(tiny_job(model, tmp_path, output="third", quantization=GPTQConfig(group_size=64)))
-    assert names == ["rejected"]
+    assert names == ["rejected", "failed"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("broken weights"),
+        OSError("the disk went away"),
+        StorageFull("no space"),
+        KeyboardInterrupt("third signal"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_any_error_that_ends_a_run_is_one_event_and_one_line(
+    error: BaseException, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(run: Any, work: Any) -> Any:
+        raise error
+
+    events: list[tuple[str, Any]] = []
+    monkeypatch.setattr(telemetry, "emit_event", lambda event, payload, **_: events.append((event, payload)))
+    job = tiny_job(model, tmp_path).model_copy(update={"telemetry": TelemetryConfig(device=True)})
+    with monkeypatch.context() as patched, pytest.raises(BaseException, match=re.escape(str(error))) as raised:
+        patched.setattr(quantize_layer, "pack", failing)
+        quantize_model(job)
+    told = {"reason": type(raised.value).__name__, "message": str(error)}
+    assert events == [("prefect-quantize.checkpoint.failed", told)]
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if line.startswith("telemetry failure")] == [
+        f"telemetry failure {json.dumps(told, sort_keys=True)}"
+    ]
+
+
+def test_a_stop_is_no_failure_and_a_refusal_by_preflight_is_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(telemetry, "emit_event", lambda event, **_: names.append(event.rpartition(".")[2]))
+
+    def stop(progress: running.Progress) -> None:
+        if progress.module.startswith("mlp.down_proj"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with running.listening(stop), pytest.raises(CheckpointStopped):
+        quantize_model(tiny_job(model, tmp_path))
+    assert names == ["published", "stopped"]
+    names.clear()
+    with pytest.raises(ValueError, match="nowhere"):
+        quantize_model(tiny_job(tmp_path / "nowhere", tmp_path))
+    assert names == ["failed"]
 
 
 def test_a_root_that_another_writer_holds_is_refused_before_any_layer(model: Path, tmp_path: Path) -> None:
@@ -193,6 +300,42 @@ def test_a_root_that_another_writer_holds_is_refused_before_any_layer(model: Pat
     with layers_run() as ran, CheckpointStore.open(Path(job.checkpoint.path)), pytest.raises(StoreLocked, match="open"):
         quantize_model(job)
     assert ran == []
+
+
+def test_a_second_run_on_a_gpu_waits_and_its_state_says_for_whom(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU with a GPU's identity stands in for one, as far as the lock is concerned."""
+    gpu = replace(DevicePool.resolve(("cpu",)).devices[0], uuid="11111111-2222-3333-4444-555555555555")
+    monkeypatch.setattr(DevicePool, "resolve", lambda devices: DevicePool((gpu,)))
+    monkeypatch.setattr(devices, "LOCK_DIRECTORIES", (str(tmp_path),))
+    monkeypatch.setattr(stopping, "outlive_a_lost_slot", lambda: None)  # it is for a process of its own
+    job = tiny_job(model, tmp_path)
+    with get_client(sync_client=True) as client:
+        deployment = client.create_deployment(client.create_flow(quantize_model), "on a GPU")
+        parameters = {"job": job.model_dump(mode="json")}
+        flow_run = client.create_flow_run_from_deployment(deployment, parameters=parameters, state=Pending())
+        with DevicePool((gpu,)).lock("flow run 12 (`big gptq`)"), pytest.raises(Abort):
+            run_flow(quantize_model, flow_run=flow_run, parameters={"job": job})
+        state = client.read_flow_run(flow_run.id).state
+        assert state is not None and state.name == "WaitingForDevice" and state.is_scheduled()
+        assert f"is held by flow run 12 (`big gptq`) (process {os.getpid()})" in str(state.message)
+        report = run_flow(quantize_model, flow_run=client.read_flow_run(flow_run.id), parameters={"job": job})
+    assert report.status == "done"
+
+
+def test_a_caller_that_nobody_can_start_again_is_refused_the_gpu_of_another_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = replace(DevicePool.resolve(("cpu",)).devices[0], uuid="11111111-2222-3333-4444-555555555555")
+    monkeypatch.setattr(DevicePool, "resolve", lambda devices: DevicePool((gpu,)))
+    monkeypatch.setattr(devices, "LOCK_DIRECTORIES", (str(tmp_path),))
+    told: list[tuple[str, Any]] = []
+    monkeypatch.setattr(telemetry, "emit_event", lambda event, payload, **_: told.append((event, payload["reason"])))
+    with DevicePool((gpu,)).lock(), layers_run() as ran, pytest.raises(DeviceBusy, match="is held by a run"):
+        quantize_model(tiny_job(model, tmp_path))
+    assert ran == []
+    assert told == [(f"prefect-quantize.checkpoint.{name}", "DeviceBusy") for name in ("rejected", "failed")]
 
 
 def test_nothing_of_a_run_is_left_in_the_process(model: Path, tmp_path: Path) -> None:
@@ -226,10 +369,10 @@ def test_a_shard_that_fails_before_it_can_tell_its_siblings_is_the_error_to_read
 ) -> None:
     guarded, arrived = quantize_shard.LayerWork.guarded, itertools.count()
 
-    def refused(work: quantize_shard.LayerWork) -> Any:
+    def refused(work: quantize_shard.LayerWork, slot: int) -> Any:
         if next(arrived) == 1:
             raise OSError("no thread can be had")
-        return guarded(work)
+        return guarded(work, slot)
 
     monkeypatch.setattr(quantize_shard.LayerWork, "guarded", refused)
     with pytest.raises(OSError, match="no thread can be had"):

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tasks.job import GPTQConfig
+from tasks.methods import hessian
 from tasks.methods.hessian import ActivationError, HessianError, HessianSum, factor_hessian
 
 
 def hessian_of(x_TK: Tensor) -> Tensor:
-    hessian = HessianSum(x_TK.shape[1], "cpu")
-    hessian.add(x_TK)
-    return hessian.hessian()
+    total = HessianSum(x_TK.shape[1], "cpu")
+    total.add(x_TK)
+    return total.hessian()
 
 
 @given(st.sampled_from([("desc_act", 32), ("act_group_aware", 8), ("act_group_aware", -1)]), st.integers(0, 2**31))
@@ -61,13 +62,13 @@ def test_the_hessian_is_exactly_symmetric_and_whole_for_every_width(in_features)
 
 def test_262144_tokens_in_small_batches_lose_no_precision():
     generator = torch.Generator().manual_seed(0)
-    hessian, exact_KK = HessianSum(16, "cpu"), torch.zeros(16, 16, dtype=torch.float64)
+    total, exact_KK = HessianSum(16, "cpu"), torch.zeros(16, 16, dtype=torch.float64)
     for _ in range(4096):
         x_TK = torch.randn(64, 16, generator=generator) + 3  # the mean makes every term positive: the worst case
-        hessian.add(x_TK)
+        total.add(x_TK)
         exact_KK += x_TK.double().T @ x_TK.double()
-    assert hessian.tokens == 262_144
-    torch.testing.assert_close(hessian.hessian().double(), 2 / 262_144 * exact_KK, rtol=1e-5, atol=0)
+    assert total.tokens == 262_144
+    torch.testing.assert_close(total.hessian().double(), 2 / 262_144 * exact_KK, rtol=1e-5, atol=0)
 
 
 def test_no_token_at_all_is_an_error_with_a_way_out():
@@ -100,6 +101,26 @@ def test_the_factor_is_the_upper_cholesky_factor_of_the_damped_inverse(desc_act,
     np.testing.assert_allclose(factor.pivots_K, np.diag(upper), rtol=1e-5)
     np.testing.assert_allclose(factor.feedback_KK.T, upper / np.diag(upper)[:, None], rtol=1e-5, atol=1e-7)
     assert (factor.damp_percent, factor.raised) == (0.02, 0)
+
+
+@pytest.mark.parametrize("panel", [1, 7, 64, 100])
+def test_panels_give_the_factor_of_the_whole_and_another_try_starts_from_the_hessian(panel, monkeypatch):
+    x_TK = torch.randn(300, 100, generator=torch.Generator().manual_seed(0))
+    hessian_KK = hessian_of(x_TK)
+    hessian_KK[70, 70] = -0.3  # fails in a late panel, some times
+    config = GPTQConfig(act_group_aware=False, damp_percent=0.05)
+    whole = factor_hessian(hessian_KK, config)
+    given_KK = hessian_KK.clone()
+    monkeypatch.setattr(hessian, "PANEL_COLUMNS", panel)
+    factor = factor_hessian(hessian_KK, config)
+    assert torch.equal(hessian_KK, given_KK)
+    assert factor.raised == whole.raised > 2
+    torch.testing.assert_close(factor.feedback_KK, whole.feedback_KK, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(factor.pivots_K, whole.pivots_K, rtol=1e-5, atol=0)
+    damped = hessian_KK.double().numpy() + factor.damp_percent * hessian_KK.diagonal().double().mean().item() * np.eye(
+        100
+    )
+    np.testing.assert_allclose(factor.pivots_K, np.diag(np.linalg.cholesky(np.linalg.inv(damped)).T), rtol=1e-5)
 
 
 def test_dead_columns_do_not_change_the_damping_of_live_ones():

@@ -5,7 +5,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,8 @@ from tests.deployed import (
     history,
     layer_states,
     layers_published,
-    nothing_left,
-    prefect_server,
     read,
     slow_job,
-    slow_model,
     start,
     wait_for_log,
     wait_for_state,
@@ -38,41 +34,16 @@ from tests.deployed import (
 )
 from tests.flow_jobs import contents
 
-SILENCE_SECONDS = 35
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as server:
-        server.call("deploy", "--silence", str(SILENCE_SECONDS), module="flows.cli")
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def alone(server: PrefectServer) -> Iterator[None]:
-    with nothing_left(server):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return slow_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(server: PrefectServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Digests of the output of a run to which nothing happened."""
-    job = slow_job(model, tmp_path_factory.mktemp("undisturbed"))
-    run = start(server, job, state=Pending())
-    assert finish(engine(server, run)) == 0, server.log(str(run))
-    return contents(job.output)
+SILENCE_SECONDS = 60  # heartbeats come every 30 s
+DEPLOY_OPTIONS = ("--silence", str(SILENCE_SECONDS))
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.mark.slow
 def test_a_run_whose_host_died_is_brought_back_by_the_automation_and_finishes_unattended(
-    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+    server: PrefectServer, eight_layers: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    job = slow_job(model, tmp_path, resume="never")
+    job = slow_job(eight_layers, tmp_path, resume="never")
     with worker(server, "dies") as dying:
         run = start(server, job)
         wait_until_published(job, 1, server, "dies")
@@ -88,9 +59,9 @@ def test_a_run_whose_host_died_is_brought_back_by_the_automation_and_finishes_un
 
 @pytest.mark.slow
 def test_a_false_alarm_starts_a_second_process_that_leaves_and_disturbs_nothing(
-    server: PrefectServer, model: Path, tmp_path: Path
+    server: PrefectServer, eight_layers: Path, tmp_path: Path
 ) -> None:
-    job = slow_job(model, tmp_path, samples=800)
+    job = slow_job(eight_layers, tmp_path, samples=800)
     run = start(server, job, state=Pending())
     living = engine(server, run)
     wait_until_published(job, 1, server, str(run))
@@ -112,9 +83,9 @@ def test_a_false_alarm_starts_a_second_process_that_leaves_and_disturbs_nothing(
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_while_a_layer_runs_and_comes_back_costs_nothing(
-    server: PrefectServer, model: Path, tmp_path: Path
+    server: PrefectServer, eight_layers: Path, tmp_path: Path
 ) -> None:
-    job = slow_job(model, tmp_path, samples=400)
+    job = slow_job(eight_layers, tmp_path, samples=400)
     run = start(server, job, state=Pending())
     process = engine(server, run)
     wait_until_published(job, 1, server, str(run))
@@ -156,12 +127,12 @@ print("lived to the end")
 
 @pytest.mark.slow
 def test_the_store_alone_decides_when_the_database_is_yesterdays_and_prefects_results_are_gone(
-    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+    server: PrefectServer, eight_layers: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
     database = server.home / "prefect.db"
     with sqlite3.connect(database) as live, sqlite3.connect(tmp_path / "yesterday.db") as copy:
         live.backup(copy)
-    job = slow_job(model, tmp_path)
+    job = slow_job(eight_layers, tmp_path)
     run = start(server, job, state=Pending())
     process = engine(server, run)
     wait_until_published(job, 2, server, str(run))
@@ -182,9 +153,9 @@ def test_the_store_alone_decides_when_the_database_is_yesterdays_and_prefects_re
 
 @pytest.mark.slow
 def test_two_roots_run_side_by_side_and_a_second_run_on_one_root_waits_and_says_for_whom(
-    server: PrefectServer, model: Path, tmp_path: Path
+    server: PrefectServer, eight_layers: Path, tmp_path: Path
 ) -> None:
-    first, beside = slow_job(model, tmp_path / "first", samples=800), slow_job(model, tmp_path / "beside")
+    first, beside = slow_job(eight_layers, tmp_path / "first", samples=800), slow_job(eight_layers, tmp_path / "beside")
     second = first.model_copy(update={"output": str(tmp_path / "second")})
     runs = [start(server, job, state=Pending()) for job in (first, beside, second)]
     holder = engine(server, runs[0])
@@ -202,9 +173,9 @@ def test_two_roots_run_side_by_side_and_a_second_run_on_one_root_waits_and_says_
 
 @pytest.mark.slow
 def test_stopping_a_worker_as_its_service_does_loses_no_layer(
-    server: PrefectServer, model: Path, tmp_path: Path, undisturbed: dict[str, str]
+    server: PrefectServer, eight_layers: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    job = slow_job(model, tmp_path, interval="layer:100")
+    job = slow_job(eight_layers, tmp_path, interval="layer:100")
     with worker(server, "stopped") as stopped:
         run = start(server, job)
         wait_for_log(server, "stopped", f"layer 1 of {LAYERS}: loss")

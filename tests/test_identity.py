@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -71,6 +71,17 @@ MATTERS: dict[str, tuple[Any, str]] = {
     "quantization.bitsandbytes.compute_dtype": ("float16", "quantization"),
     "quantization.gguf.quant_type": ("q8_0", "quantization"),
     "quantization.gguf.imatrix": (True, "quantization"),
+    "quantization.qqq.group_size": (-1, "quantization"),
+    "quantization.qqq.mse": (2.4, "quantization"),
+    "quantization.qqq.act_group_aware": (False, "quantization"),
+    "quantization.qqq.block_size": (64, "quantization"),
+    "quantization.qqq.damp_percent": (0.01, "quantization"),
+    "quantization.qqq.damp_increment": (0.02, "quantization"),
+    "quantization.qqq.fallback_tokens": (0.01, "quantization"),
+    "quantization.exl3.bits": (4.0, "quantization"),
+    "quantization.exl3.codebook": ("mul1", "quantization"),
+    "quantization.exl3.out_scales": ("never", "quantization"),
+    "quantization.exl3.sigma_reg": (0.05, "quantization"),
     "quantization.gptq.desc_act": (True, "quantization"),
     "quantization.gptq.act_group_aware": (False, "quantization"),
     "quantization.gptq.static_groups": (True, "quantization"),
@@ -112,6 +123,8 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every field of a pydantic model and of the models in it, by its path."""
     for name, field in model.model_fields.items():
         options = typing.get_args(field.annotation) or (field.annotation,)
+        if typing.get_origin(field.annotation) is Literal and len(options) == 1:
+            continue  # it can't be anything else
         inner = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
         if len(inner) > 1:
             yield f"{prefix}{name}.method"
@@ -248,6 +261,23 @@ def test_a_setting_of_the_model_changes_the_source_alone(model, own_model):
     assert differences(one, other) == ["source.config.rms_norm_eps: checkpoint 1e-06, this run 1e-05"]
 
 
+def test_the_tokenizer_belongs_to_a_gguf_job_leaf_by_leaf_and_to_no_other(model, own_model):
+    gguf = {"quantization.method": "gguf", "quantization.gguf.quant_type": "q8_0"}
+    file = own_model / "tokenizer.json"
+    parsed = json.loads(file.read_text())
+    file.write_text(json.dumps(parsed, indent=7))  # the same tokenizer, written otherwise
+    assert identify(written(own_model, **gguf)) == identify(written(model, **gguf))
+    parsed["model"]["merges"] = parsed["model"]["merges"][:-1]
+    file.write_text(json.dumps(parsed))
+    (own_model / "chat_template.jinja").write_text("{{ messages }}")
+    one, other = identify(written(model, **gguf)), identify(written(own_model, **gguf))
+    assert changed_areas(one, other) == {"source"}
+    template, digest_line, length_line = differences(one, other)
+    assert template == "source.tokenizer.chat_template: checkpoint null, this run {{ messages }}"
+    assert digest_line.startswith("source.tokenizer.merges.") and length_line.startswith("source.tokenizer.merges.")
+    assert identify(written(own_model)) == identify(written(model)), "other exports copy the files as they are"
+
+
 def test_a_hub_cache_of_links_is_the_same_source(model, tmp_path):
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     shutil.copytree(model, blobs)
@@ -272,14 +302,6 @@ def test_a_shard_hash_is_what_xxh128_gives_for_the_whole_file(model, monkeypatch
     for shard, found in hashed_shards(source).items():
         content = (model / shard).read_bytes()
         assert found == {"size": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
-
-
-def test_infinities_in_a_configuration_are_words(model, own_model):
-    config = json.loads((own_model / "config.json").read_text())
-    (own_model / "config.json").write_text(json.dumps({**config, "time_step_limit": [0.0, float("inf")]}))
-    identity = identify(written(own_model))
-    assert identity["source"]["config"]["time_step_limit"] == [0.0, "inf"]
-    assert digest(identity) != digest(identify(written(model)))
 
 
 # Devices --------------------------------------------------------------------------------------------------------------

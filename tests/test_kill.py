@@ -13,7 +13,8 @@ from prefect.settings import PREFECT_API_URL
 from checkpoint_store.errors import CheckpointStopped
 from flows.demo_model import demo_model, shortened
 from flows.quantize_model import quantize_model
-from tasks.job import QuantizationJob
+from tasks.job import GGUFConfig, Quantization, QuantizationJob, RTNConfig
+from tasks.output_directory import GGUF_FILE
 from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
 from tests.tiny_models import write_tiny_llama
 
@@ -72,6 +73,35 @@ def test_a_run_after_a_kill_gives_the_bytes_of_an_uninterrupted_one(
     states = layer_task_states(last_flow_run().id)
     assert states == ["Cached"] * published + ["Completed"] * (LAYERS - published)
     assert contents(job.output) == uninterrupted
+    assert list(Path(job.output).parent.glob(".output.partial-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("quantization", "moment", "published", "told"),
+    [
+        (RTNConfig(group_size=32), "inside a layer", 1, "layer 1"),
+        (GGUFConfig(quant_type="q8_0"), "during export", LAYERS, f"died within {GGUF_FILE}"),
+    ],
+    ids=["rtn inside a layer", "gguf within the file"],
+)
+def test_methods_without_a_chain_survive_a_kill_too(
+    quantization: Quantization, moment: str, published: int, told: str, tmp_path: Path
+) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", layers=LAYERS)
+    undisturbed = tiny_job(model, tmp_path / "undisturbed", quantization=quantization)
+    quantize_model(undisturbed)
+    job = tiny_job(model, tmp_path, quantization=quantization)
+    killed = start(job, moment)
+    output, _ = killed.communicate(timeout=LIMIT_SECONDS)
+    assert killed.returncode == -signal.SIGKILL and told in output, output
+    assert not Path(job.output).exists()
+
+    with layers_run() as ran:
+        report = quantize_model(job)
+
+    assert report.resumed_from == published
+    assert ran == list(range(published, LAYERS))
+    assert contents(job.output) == contents(undisturbed.output)
     assert list(Path(job.output).parent.glob(".output.partial-*")) == []
 
 

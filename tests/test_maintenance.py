@@ -223,6 +223,23 @@ def test_recover_keeps_damaged_pointers_aside_and_the_roots_id(root):
     assert (root / "FORMAT").read_bytes() == root_id
 
 
+def test_after_recover_both_pointers_name_the_chosen_generation_and_the_root_is_whole(root):
+    lose_pointers(root, "CURRENT")
+    flip(root / "CURRENT.prev")
+    recover(root, candidates(root)[1].manifest)
+    assert (root / "CURRENT.prev").read_bytes() == (root / "CURRENT").read_bytes()
+    assert verify(root).is_whole
+    lose_pointers(root, "CURRENT")
+    assert contents(root) == expected(2), "a power failure that loses CURRENT again costs nothing"
+
+
+def test_recover_names_a_directory_that_no_pointer_can_replace(root):
+    lose_pointers(root)
+    (root / "CURRENT").mkdir()
+    with pytest.raises(CheckpointDamaged, match="a directory stands in its place"):
+        recover(root, candidates(root)[0].manifest)
+
+
 def test_recover_refuses_a_root_that_needs_none(root):
     with pytest.raises(CheckpointError, match="needs no recovery"):
         recover(root, candidates(root)[1].manifest)

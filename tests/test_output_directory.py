@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from tasks import output_directory
-from tasks.output_directory import INDEX_FILE, MOVED_FILE, Export
+from tasks.output_directory import INDEX_FILE, MOVED_FILE, Export, OutputTaken
 from tasks.report import REPORT_FILE
 
 REPORT = {"identity": "abc", "status": "done"}
@@ -43,7 +44,7 @@ def write(output: Path) -> None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -68,6 +69,37 @@ def test_an_empty_target_keeps_its_inode_and_mode_because_it_may_be_a_mount_poin
     before = output.stat()
     write(output)
     assert (output.stat().st_ino, output.stat().st_mode) == (before.st_ino, before.st_mode)
+
+
+@pytest.mark.parametrize("taken_by", ["a model", "a model in the directory", "a file"])
+def test_an_output_that_another_run_took_meanwhile_is_refused_by_name_and_left_alone(
+    tmp_path: Path, taken_by: str
+) -> None:
+    output = tmp_path / "model"
+    if taken_by == "a model in the directory":
+        output.mkdir()
+    with (
+        pytest.raises(OutputTaken, match=r"model has been filled by somebody else meanwhile \(.+\)"),
+        Export(output) as e,
+    ):
+        fill(e)
+        if taken_by == "a file":
+            output.write_bytes(b"somebody's")
+            before: Any = output.read_bytes()
+        else:
+            write(output)
+            before = contents(output)
+            del before[REPORT_FILE]
+            (output / "config.json").write_bytes(b"the other's")
+            before["config.json"] = b"the other's"
+        e.finish({**REPORT, "identity": "the loser's"})
+    if taken_by == "a file":
+        assert output.read_bytes() == before
+    else:
+        report = output_directory.read_report(output)
+        assert report is not None and report["identity"] == "abc"
+        assert {name: data for name, data in contents(output).items() if name != REPORT_FILE} == before
+    assert list(tmp_path.iterdir()) == [output]
 
 
 def test_two_exports_of_the_same_content_are_byte_identical(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ def publish(session: CheckpointSession, finished: int, wait: bool = True) -> Non
     hidden = (
         [BytesPayload(b"hidden %d chunk %d" % (finished, chunk)) for chunk in range(2)] if finished < LAYERS else []
     )
-    session.publish(finished, names, keys, hidden, wait=wait)
+    session.publish(finished, names, keys, hidden)
+    if wait:
+        session.drain()
 
 
 @pytest.fixture

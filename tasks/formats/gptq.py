@@ -117,7 +117,7 @@ def pack_rows(codes_RC: Tensor, bits: int) -> Tensor:
         packed_PC[:, word] |= (codes_RC[:, j] << shift) & 0xFFFFFFFF
         if shift + bits > 32:
             packed_PC[:, word + 1] |= codes_RC[:, j] >> (32 - shift)
-    return _as_signed(packed_PC).reshape(-1, columns)
+    return as_signed(packed_PC).reshape(-1, columns)
 
 
 def unpack_rows(packed_PC: Tensor, bits: int) -> Tensor:
@@ -233,7 +233,7 @@ def _run_and_words(bits: int) -> tuple[int, int]:
     return 32 // shared, bits // shared
 
 
-def _as_signed(words: Tensor) -> Tensor:
+def as_signed(words: Tensor) -> Tensor:
     """int64 words 0 .. 2^32 - 1 to the int32 of the same bits."""
     return torch.where(words > 0x7FFFFFFF, words - 0x100000000, words).to(torch.int32)
 

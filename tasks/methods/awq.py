@@ -11,7 +11,10 @@ How it is computed here, and where that differs from the usual programs:
   second moments C = 1/T sum x x^T, of which a group's clipping needs its own block on the diagonal. So no activation is
   kept, a candidate costs K/T of a forward, and results do not depend on how tokens came in batches.
 * The error is that of the subset's own outputs, not of the attention or the MLP around it.
-* Clipping shrinks the range of the grid; it is searched for every linear, the queries' and the keys' too.
+* Clipping shrinks the range of the grid. What is clipped comes out too small, in every group and every layer alike, and
+  such errors add up where those of rounding cancel: attention grows flatter. That is why other programs clip no queries
+  and keys. Here each clipped group's scale is raised until its output has its old size along the true output, before
+  the error is judged; then every linear can be clipped. FIGURES
 * The scales that weights are multiplied by are those that were really taken out before: a norm's weight is rounded to
   the source's dtype first. A folded layer computes what it did before rounding, whatever the dtype.
 
@@ -32,6 +35,7 @@ from torch import Tensor
 from tasks.job import AWQConfig
 from tasks.methods.grid import (
     LARGEST_HALF,
+    SMALLEST_HALF,
     QuantizedRows,
     check_weight,
     columns_per_group,
@@ -45,6 +49,8 @@ from tasks.methods.hessian import ActivationError, HessianSum
 # Ranges that clipping tries: 1.00, 0.95, .. 0.50 of the full one.
 CLIP_STEPS = 10
 LARGEST_CLIP = 0.5
+# By how much a scale may be changed to make up for what clipping took; more than that is no clipping's doing.
+LARGEST_REGAIN = 1.1
 # Rows that are clipped together: it takes some copies of them.
 CLIPPED_ROWS = 512
 # Channels' scales beyond this do nothing for the error, and cost precision of what they are folded into.
@@ -177,14 +183,14 @@ def quantize_rows(weight_RK: Tensor, moments: Moments, config: AWQConfig) -> Qua
     weight_RK = weight_RK.float()
     rows, in_features = weight_RK.shape
     size = columns_per_group(in_features, config)
+    grouped_RGC = weight_RK.reshape(rows, -1, size)
     if config.apply_clip:
         blocks_GCC = _diagonal_blocks(moments.second_KK, size)
-        parts = [_clipped_grids(part_RK, blocks_GCC, config) for part_RK in weight_RK.split(CLIPPED_ROWS)]
-        scales_RG, zeros_RG = (torch.cat(grids) for grids in zip(*parts, strict=True))
+        parts = [_clipped(part_RK, blocks_GCC, config) for part_RK in weight_RK.split(CLIPPED_ROWS)]
+        codes_RGC, scales_RG, zeros_RG = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     else:
         scales_RG, zeros_RG = find_group_grids(weight_RK, config)
-    grouped_RGC = weight_RK.reshape(rows, -1, size)
-    codes_RGC = round_to_grid(grouped_RGC, scales_RG[..., None], zeros_RG[..., None], config.bits)
+        codes_RGC = round_to_grid(grouped_RGC, scales_RG[..., None], zeros_RG[..., None], config.bits)
     error_RK = ((codes_RGC - zeros_RG[..., None]) * scales_RG[..., None] - grouped_RGC).reshape(rows, -1)
     losses_R = (error_RK @ moments.second_KK).mul_(error_RK).sum(dim=1)
     return QuantizedRows(
@@ -210,28 +216,43 @@ def _diagonal_blocks(second_KK: Tensor, size: int) -> Tensor:
     return torch.stack([second_KK[g * size : (g + 1) * size, g * size : (g + 1) * size] for g in range(groups)])
 
 
-def _clipped_grids(weight_RK: Tensor, blocks_GCC: Tensor, config: AWQConfig) -> tuple[Tensor, Tensor]:
-    """Scales and zeros [R, G] of the shrunken range with the least output error of each group by itself."""
+def _clipped(weight_RK: Tensor, blocks_GCC: Tensor, config: AWQConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [R, G, C], scales and zeros [R, G], all float32, of each group's shrunken range with the least output error."""
     rows, groups, size = len(weight_RK), len(blocks_GCC), blocks_GCC.shape[1]
-    grouped_RGC = weight_RK.reshape(rows, groups, size)
-    low_R, high_R = full_range(weight_RK.reshape(-1, size), config)
-    best_RG = torch.full((rows, groups), torch.inf, device=weight_RK.device)
-    scales_RG, zeros_RG = torch.ones_like(best_RG), torch.zeros_like(best_RG)
+    weight_GRC = weight_RK.reshape(rows, groups, size).transpose(0, 1).contiguous()
+    low_R, high_R = full_range(weight_GRC.reshape(-1, size), config)
+    target_GRC = torch.bmm(weight_GRC, blocks_GCC)
+    energy_GR = (target_GRC * weight_GRC).sum(dim=2)
+    best_GR = torch.full_like(energy_GR, torch.inf)
+    scales_GR, zeros_GR, codes_GRC = torch.ones_like(best_GR), torch.zeros_like(best_GR), torch.zeros_like(weight_GRC)
     for step in range(CLIP_STEPS + 1):
         shrink = 1 - LARGEST_CLIP * step / CLIP_STEPS
-        scale_RG, zero_RG = (
-            grid_R.reshape(rows, groups) for grid_R in scale_and_zero(shrink * low_R, shrink * high_R, config)
-        )
-        error_RGC = round_to_grid(grouped_RGC, scale_RG[..., None], zero_RG[..., None], config.bits)
-        error_RGC.sub_(zero_RG[..., None]).mul_(scale_RG[..., None]).sub_(grouped_RGC)
-        products_RGC = torch.bmm(error_RGC.transpose(0, 1), blocks_GCC).transpose(0, 1)
-        error_RG = products_RGC.mul_(error_RGC).sum(dim=2)
+        scale_R, zero_R = scale_and_zero(shrink * low_R, shrink * high_R, config)
+        scale_GR, zero_GR = scale_R.reshape(groups, rows), zero_R.reshape(groups, rows)
+        tried_GRC = round_to_grid(weight_GRC, scale_GR[..., None], zero_GR[..., None], config.bits)
+        steps_GRC = tried_GRC - zero_GR[..., None]
+        scale_GR = _unbiased(scale_GR, (steps_GRC * target_GRC).sum(dim=2), energy_GR)
+        error_GRC = steps_GRC.mul_(scale_GR[..., None]).sub_(weight_GRC)
+        error_GR = torch.bmm(error_GRC, blocks_GCC).mul_(error_GRC).sum(dim=2)
         # The full range stands where no error is finite.
-        is_better_RG = (error_RG < best_RG) | (step == 0)
-        best_RG = torch.where(is_better_RG, error_RG.nan_to_num(nan=torch.inf, posinf=torch.inf), best_RG)
-        scales_RG = torch.where(is_better_RG, scale_RG, scales_RG)
-        zeros_RG = torch.where(is_better_RG, zero_RG, zeros_RG)
-    return scales_RG, zeros_RG
+        is_better_GR = (error_GR < best_GR) | (step == 0)
+        best_GR = torch.where(is_better_GR, error_GR.nan_to_num(nan=torch.inf, posinf=torch.inf), best_GR)
+        scales_GR = torch.where(is_better_GR, scale_GR, scales_GR)
+        zeros_GR = torch.where(is_better_GR, zero_GR, zeros_GR)
+        codes_GRC = torch.where(is_better_GR[..., None], tried_GRC, codes_GRC)
+    return codes_GRC.transpose(0, 1), scales_GR.t(), zeros_GR.t()
+
+
+def _unbiased(scale_GR: Tensor, projection_GR: Tensor, energy_GR: Tensor) -> Tensor:
+    """The scales with which a group's output has neither shrunk nor grown along the true one, at float16 precision.
+
+    `projection` is that of the output of the codes, less their zero, on the true output, whose square is `energy`. Where
+    that says nothing, for want of inputs or of weights, the scales stay.
+    """
+    factor_GR = energy_GR / (scale_GR * projection_GR)
+    is_sound_GR = (factor_GR > 1 / LARGEST_REGAIN) & (factor_GR < LARGEST_REGAIN)
+    regained_GR = (scale_GR * factor_GR).clamp(SMALLEST_HALF, LARGEST_HALF).half().float()
+    return torch.where(is_sound_GR, regained_GR, scale_GR)
 
 
 def fold_into_norm(weight_N: Tensor, offset: int, scale_N: Tensor) -> tuple[Tensor, Tensor]:

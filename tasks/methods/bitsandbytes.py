@@ -160,7 +160,7 @@ def _quantize_4bit(weight_NK: Tensor, config: BitsAndBytesConfig) -> FourBitRows
         losses_N=torch.zeros(out_features),
     )
     if nested is not None:
-        _check_magnitudes(state.absmax, rows.magnitudes())
+        _check_magnitudes(_block_maxima(weight_NK), rows.magnitudes())
     dense_NK = rows.dequantize()
     bad_N = ~dense_NK.to(weight_NK.dtype).isfinite().all(dim=1)
     if bool(bad_N.any()):
@@ -175,6 +175,12 @@ def _quantize_magnitudes(absmax_B: Tensor) -> tuple[Tensor, Nested]:
     offset = torch.tensor(math.fsum(absmax_B.tolist()) / len(absmax_B), dtype=torch.float32)
     codes_B, state = library().quantize_blockwise(absmax_B - offset, blocksize=NESTED_BLOCK_SIZE)
     return codes_B, Nested(offset.item(), state.absmax, state.code)
+
+
+def _block_maxima(weight_NK: Tensor) -> Tensor:
+    """float32 [B]: 0 for a block of zeros, for which the library's own magnitude is 1e-38."""
+    flat = weight_NK.float().abs().flatten()
+    return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE).amax(dim=1)
 
 
 def _check_magnitudes(absmax_B: Tensor, read_B: Tensor) -> None:

@@ -8,6 +8,10 @@ Cholesky factor of H with rows and columns reversed. So one factorisation and on
 way takes two factorisations and one full inverse. float64, since H is ill-conditioned (K may exceed the number of
 tokens) and its factor decides every code.
 
+Memory: what is largest of a run, so every step works in place, by panels. In order: the float32 sum; the sum and a
+float64 copy of it (12 bytes an entry, the peak); that copy alone, whose lower triangle becomes the factor and then the
+factor's inverse, while the upper one keeps the Hessian for another try; the copy and the float32 result.
+
 Numeric traps, each with a test. Dead columns (no input ever differs from 0) are decoupled from all others: they get the
 mean live diagonal, which changes no code, where the usual 1 would swamp the damping of small activations. Damping adds
 `damp_percent` of the mean diagonal; when the factorisation fails it is raised by `damp_increment`, doubling, while it
@@ -26,9 +30,10 @@ from torch import Tensor
 from tasks.job import GPTQConfig
 from tasks.methods.grid import columns_per_group
 
-# Tokens cast to float32 at a time, and columns of one product: fixed, since they decide last bits.
+# Tokens cast to float32 at a time, columns of one product, and of one panel: fixed, since they decide last bits.
 TOKENS_AT_ONCE = 8192
 COLUMNS_AT_ONCE = 256
+PANEL_COLUMNS = 512
 
 
 class HessianError(ValueError):
@@ -66,11 +71,19 @@ class HessianSum:
         self._sum_KK += other._sum_KK.to(self._sum_KK.device)
 
     def hessian(self) -> Tensor:
-        """2/T * sum x x^T, float32 [K, K], exactly symmetric; HessianError when there was no token."""
+        """2/T * sum x x^T, float32 [K, K], exactly symmetric; HessianError when there was no token.
+
+        The sum is handed over, not copied: it may be asked for once.
+        """
         if not self.tokens:
             raise HessianError("no calibration token reached this module: round it to nearest, or add calibration data")
-        lower_KK = self._sum_KK.tril() * (2 / self.tokens)
-        return lower_KK + lower_KK.tril(-1).t()
+        hessian_KK = self._sum_KK
+        del self._sum_KK
+        hessian_KK *= 2 / self.tokens
+        for start, stop in spans(0, len(hessian_KK), COLUMNS_AT_ONCE):
+            _mirror(hessian_KK[start:stop, start:stop])
+            hessian_KK[start:stop, stop:] = hessian_KK[stop:, start:stop].t()
+        return hessian_KK
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,26 +119,34 @@ def factor_hessian(hessian_KK: Tensor, config: GPTQConfig) -> Factor:
     On the Hessian's device, in float64. On a CPU the last bits depend on the number of threads, which the caller fixes.
     ActivationError for NaN or Inf, HessianError when no damping below 1 makes it positive definite.
     """
-    if not bool(hessian_KK.isfinite().all()):
-        raise ActivationError(
-            "the Hessian holds NaN or Inf: calibration inputs of this module overflowed; the source model is damaged, "
-            "or needs a wider compute dtype than the one it ran in"
-        )
-    diagonal_K = hessian_KK.diagonal()
+    diagonal_K = hessian_KK.diagonal().clone()
     dead_K = diagonal_K == 0
     order_K = _rounding_order(diagonal_K, config)
-    reversed_K = torch.arange(len(hessian_KK) - 1, -1, -1, device=hessian_KK.device)
+    size = len(diagonal_K)
+    reversed_K = torch.arange(size - 1, -1, -1, device=hessian_KK.device)
     if order_K is not None:
         reversed_K = order_K[reversed_K]
-    flipped_KK = hessian_KK[reversed_K][:, reversed_K].double()
+    flipped_KK = hessian_KK.new_empty(size, size, dtype=torch.float64)
+    for start, stop in spans(0, size, PANEL_COLUMNS):
+        flipped_KK[start:stop] = hessian_KK[reversed_K[start:stop]][:, reversed_K]
+        if not bool(flipped_KK[start:stop].isfinite().all()):
+            raise ActivationError(
+                "the Hessian holds NaN or Inf: calibration inputs of this module overflowed; the source model is "
+                "damaged, or needs a wider compute dtype than the one it ran in"
+            )
+    del hessian_KK
     # Any positive value does for a dead column: it is coupled to none. The live mean leaves the damping as it would be.
     live_K = diagonal_K[~dead_K].double()
     mean = float(live_K.mean()) if len(live_K) else 1.0
     flipped_KK.diagonal()[dead_K[reversed_K]] = mean
-    lower_KK, damp_percent, raised = _damped_cholesky(flipped_KK, mean, config)
-    upper_KK = _invert_lower(lower_KK).flip(0, 1)
-    pivots_K = upper_KK.diagonal()
-    feedback_KK = (upper_KK / pivots_K[:, None]).float().t().contiguous()
+    damp_percent, raised = _damped_cholesky(flipped_KK, mean, config)
+    _invert_lower(flipped_KK)
+    pivots_K = flipped_KK.diagonal().flip(0)
+    feedback_KK = flipped_KK.new_empty(size, size, dtype=torch.float32)
+    for start, stop in spans(0, size, PANEL_COLUMNS):
+        # Reversed once more: rows of the lower inverse, from the last on, are those of the upper factor.
+        rows_CK = flipped_KK[start:stop].tril(start) / flipped_KK.diagonal()[start:stop, None]
+        feedback_KK[:, size - stop : size - start] = rows_CK.flip(0, 1).t()
     return Factor(feedback_KK, pivots_K.float(), order_K, dead_K, damp_percent, raised)
 
 
@@ -135,29 +156,67 @@ def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + size, stop)
 
 
-def _damped_cholesky(hessian_KK: Tensor, mean: float, config: GPTQConfig) -> tuple[Tensor, float, int]:
-    """Lower factor, the damping it took and the failed attempts; `hessian_KK` is overwritten."""
+def _damped_cholesky(hessian_KK: Tensor, mean: float, config: GPTQConfig) -> tuple[float, int]:
+    """Make the lower triangle of `hessian_KK` its factor; the damping that took, and the failed attempts."""
     diagonal_K = hessian_KK.diagonal().clone()
     for raised, damp_percent in enumerate(_damping_steps(config)):
+        if raised:
+            _restore_lower(hessian_KK)
         hessian_KK.diagonal().copy_(diagonal_K + damp_percent * mean)
-        lower_KK, failed_at = torch.linalg.cholesky_ex(hessian_KK)
-        if not int(failed_at):
-            return lower_KK, damp_percent, raised
+        failed_at = _factor_lower(hessian_KK)
+        if not failed_at:
+            return damp_percent, raised
     raise HessianError(
-        f"the Hessian is not positive definite (leading minor {int(failed_at)} of {len(hessian_KK)}) even at "
+        f"the Hessian is not positive definite (leading minor {failed_at} of {len(hessian_KK)}) even at "
         f"damp_percent={damp_percent:.3g}: too few distinct calibration tokens, or sums that lost their precision; "
         f"round this module to nearest, or add calibration data"
     )
 
 
-def _invert_lower(lower_KK: Tensor) -> Tensor:
-    """Inverse of a lower triangle; by blocks of columns, since a column of it is zero above the diagonal."""
-    inverse_KK = torch.zeros_like(lower_KK)
-    for start, stop in spans(0, len(lower_KK), COLUMNS_AT_ONCE):
-        unit_KC = lower_KK.new_zeros(len(lower_KK) - start, stop - start)
-        unit_KC.fill_diagonal_(1.0)
-        inverse_KK[start:, start:stop] = torch.linalg.solve_triangular(lower_KK[start:, start:], unit_KC, upper=False)
-    return inverse_KK
+def _factor_lower(matrix_KK: Tensor) -> int:
+    """Cholesky factor of a symmetric matrix in place of its lower triangle and diagonal; the strict upper one stays.
+
+    Returns 0, or the order of the leading minor that is not positive definite.
+    """
+    for start, stop in spans(0, len(matrix_KK), PANEL_COLUMNS):
+        panel_KC = matrix_KK[start:, start:stop]
+        square_CC = panel_KC[: stop - start]
+        above_CC = square_CC.triu(1)
+        panel_KC -= matrix_KK[start:, :start] @ matrix_KK[start:stop, :start].t()
+        lower_CC, failed_at = torch.linalg.cholesky_ex(square_CC)
+        if int(failed_at):
+            square_CC.copy_(square_CC.tril() + above_CC)
+            return start + int(failed_at)
+        square_CC.copy_(lower_CC + above_CC)
+        below_KC = panel_KC[stop - start :]
+        below_KC.copy_(torch.linalg.solve_triangular(lower_CC.t(), below_KC.contiguous(), upper=True, left=False))
+    return 0
+
+
+def _restore_lower(matrix_KK: Tensor) -> None:
+    """Mirror the strict upper triangle onto the lower one."""
+    for start, stop in spans(0, len(matrix_KK), PANEL_COLUMNS):
+        _mirror(matrix_KK[start:stop, start:stop].t())
+        matrix_KK[stop:, start:stop] = matrix_KK[start:stop, stop:].t()
+
+
+def _mirror(square_CC: Tensor) -> None:
+    """Mirror the strict lower triangle of a small matrix onto its upper one."""
+    square_CC.copy_(square_CC.tril() + square_CC.tril(-1).t())
+
+
+def _invert_lower(matrix_KK: Tensor) -> None:
+    """Inverse of the lower triangle in its place, by panels from the last on; what is above it is used up."""
+    size = len(matrix_KK)
+    for start, stop in reversed(list(spans(0, size, PANEL_COLUMNS))):
+        square_CC = matrix_KK[start:stop, start:stop]
+        unit_CC = torch.eye(stop - start, dtype=matrix_KK.dtype, device=matrix_KK.device)
+        inverse_CC = torch.linalg.solve_triangular(square_CC.tril(), unit_CC, upper=False)
+        square_CC.copy_(inverse_CC)
+        # inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']], and D' is in its place already.
+        right_KC = matrix_KK[stop:, start:stop] @ -inverse_CC
+        for first, last in spans(stop, size, PANEL_COLUMNS):
+            matrix_KK[first:last, start:stop] = matrix_KK[first:last, stop:last] @ right_KC[: last - stop]
 
 
 def _damping_steps(config: GPTQConfig) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""Loads gptq exports as their users do and writes what came out. Runs in the client environment, imports nothing of ours.
+"""Loads exports as their users do and writes what came out. Runs in the client environment, imports nothing of ours.
 
     python gptqmodel_logits.py REQUEST.json
 
@@ -21,12 +21,15 @@ from gptqmodel import BACKEND, GPTQModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPTQConfig
 
+# The kernels that every CPU has; `auto` picks one by the CPU's instructions and may compile it first.
+BACKENDS = {"gptq": BACKEND.GPTQ_TORCH, "qqq": BACKEND.QQQ_TORCH}
+
 
 def load(loader: str, directory: str):
     """The model and what its loader says of missing and unexpected keys."""
-    # The kernel that every CPU has; `auto` picks one by the CPU's instructions and may compile it first.
     if loader == "gptqmodel":
-        return GPTQModel.load(directory, backend=BACKEND.GPTQ_TORCH, device="cpu", dtype=torch.float16).model, {}
+        method = json.loads((Path(directory) / "config.json").read_text())["quantization_config"]["quant_method"]
+        return GPTQModel.load(directory, backend=BACKENDS[method], device="cpu", dtype=torch.float16).model, {}
     bits = json.loads((Path(directory) / "quantize_config.json").read_text())["bits"]
     return AutoModelForCausalLM.from_pretrained(
         directory,
