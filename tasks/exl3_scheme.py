@@ -69,6 +69,9 @@ class EXL3Scheme(Scheme):
         nodes = 1 << (WORD_BITS - int(self.exl3_config.bits))
         return in_features**2 * BYTES_PER_HESSIAN_ENTRY + TILES_AT_ONCE["cpu"] * (TILE + 1) * nodes * 4
 
+    def sum_bytes(self, in_features: int) -> int:
+        return 4 * in_features**2
+
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
         tokens = total.tokens if total is not None else 0
         if not tokens:

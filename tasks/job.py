@@ -2,6 +2,7 @@
 
 import operator
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +24,9 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "preprocessors": ((None, []), "quantization preprocessor chains"),
     "offload_to_disk": ((True, None), "a checkpointed run that keeps everything in memory"),
 }
+
+
+MEMORY_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kKMGT])(?P<binary>i?)B?")
 
 
 class _Frozen(BaseModel):
@@ -451,6 +455,11 @@ class QuantizationJob(_Frozen):
         "auto",
         description="`auto` takes every visible GPU, else the CPU; or a list such as cuda:0, cuda:1 or cpu, cpu.",
     )
+    memory_limit: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Memory that each device, or the host where it computes, may use (`24GB`, `16GiB`, or bytes); all "
+        "that it has, unless given. Fewer experts are quantized side by side then, with the same result.",
+    )
     offload_directory: PathText | None = Field(
         None, description="Scratch that `checkpoint.path=auto` may use as its root."
     )
@@ -466,6 +475,18 @@ class QuantizationJob(_Frozen):
     @classmethod
     def _gptq_unless_named(cls, quantization: Any) -> Any:
         return {"method": "gptq", **quantization} if isinstance(quantization, dict) else quantization
+
+    @field_validator("memory_limit", mode="before")
+    @classmethod
+    def _bytes_of_text(cls, limit: Any) -> Any:
+        """`24GB` as people write it is 24000000000."""
+        if not isinstance(limit, str) or limit.isdecimal():
+            return limit
+        match = MEMORY_SIZE.fullmatch(limit.strip())
+        if match is None:
+            raise ValueError(f"memory_limit {limit!r} is no size; write `24GB`, `16GiB`, or bytes")
+        binary = 1024 if match["binary"] else 1000
+        return int(float(match["number"]) * binary ** ("KMGT".index(match["unit"].upper()) + 1))
 
     @field_validator("devices", mode="before")
     @classmethod

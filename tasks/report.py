@@ -38,6 +38,9 @@ class LayerReceipt(_Record):
     tokens: int
     seconds: float
     modules: tuple[ModuleReport, ...]
+    expert_tokens: tuple[int, ...] = Field(
+        (), description="Calibration tokens that reached each expert, by its number."
+    )
 
     @property
     def fallbacks(self) -> tuple[ModuleReport, ...]:

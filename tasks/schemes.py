@@ -52,6 +52,8 @@ LAYOUTS: dict[str, ModuleType] = {
     "bitsandbytes": bitsandbytes_layout,
     "exl3": exl3_layout,
 }
+# An expert that fewer tokens reach is rounded to nearest: a Hessian of so few fits them, and nothing else.
+FEWEST_TOKENS = 16
 # A K x K Hessian while it is factored: the sum in float32 and its copy in float64 (`tasks.methods.hessian`).
 BYTES_PER_HESSIAN_ENTRY = 4 + 8
 
@@ -157,6 +159,10 @@ class Scheme:
 
     def statistic_bytes(self, in_features: int) -> int:
         """Most bytes that a subset's statistic takes until it is prepared."""
+        return 0
+
+    def sum_bytes(self, in_features: int) -> int:
+        """Bytes of the sum over the inputs of a subset, as it waits to be prepared."""
         return 0
 
     def statistics_bytes(self, in_features: Iterable[int]) -> int:
@@ -299,9 +305,12 @@ class HessianScheme(Scheme):
     def statistic_bytes(self, in_features: int) -> int:
         return in_features**2 * BYTES_PER_HESSIAN_ENTRY
 
+    def sum_bytes(self, in_features: int) -> int:
+        return 4 * in_features**2
+
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
         tokens = total.tokens if total is not None else 0
-        if tokens == 0 or tokens < self.fallback_tokens * all_tokens:
+        if tokens < max(FEWEST_TOKENS, self.fallback_tokens * all_tokens):
             return Prepared(None, "rtn", tokens, None, f"{tokens} of {all_tokens} calibration tokens reached it")
         try:
             factor = gptq.factor_hessian(total.hessian(), self.factoring)

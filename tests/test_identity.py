@@ -116,6 +116,7 @@ DOES_NOT_MATTER: dict[str, Any] = {
     "checkpoint.strict_device_check": False,
     "checkpoint.allow_network_filesystem": True,
     "offload_directory": "elsewhere",
+    "memory_limit": "24GB",
     "telemetry.device": True,
 }
 

@@ -8,7 +8,6 @@ over stand-ins that only hand the hidden states on. Legend: `B` samples, `T` tok
 
 import copy
 import inspect
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,8 +19,9 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tasks.models.folding import PROBED_TOKENS, Folding, find_folding
-from tasks.models.layer_names import LayoutError, linears, names_in_files, unfuse
+from tasks.models.experts import UnfusedExperts
+from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
+from tasks.models.layer_names import LayoutError, is_for_further_tokens, linears, names_in_files, unfuse
 from tasks.models.source import TORCH_DTYPE, SourceError, SourceModel
 from tasks.models.tensor_check import tensor_problems
 
@@ -36,8 +36,6 @@ SUPPORTED = frozenset(
 )  # fmt: skip
 # Of transformers' implementations of experts the one that goes through them one after the other.
 EXPERTS = "eager"
-# Heads that guess further tokens: transformers builds none, programs that serve models use them.
-MULTI_TOKEN_PREDICTION = re.compile(r"(model\.)?mtp[._]")
 # Attributes by which the modules of a layer know its place, which makes it no other kind.
 LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
 
@@ -94,12 +92,16 @@ class _Skeleton:
     layer: nn.Module
     names: dict[str, str]  # the files' name of each tensor by its own, within the layer
 
+    def in_file(self, linear: str) -> str:
+        """The files' name of a linear by its own."""
+        return self.names[f"{linear}.weight"].removesuffix(".weight")
+
 
 @dataclass(frozen=True)
 class LinearKind:
-    """The linears of one name and one shape in all layers, together."""
+    """The linears of one name and one shape in all layers, together; of all experts too."""
 
-    name: str  # within a layer; with its shape where other layers have another under the same name
+    name: str  # within a layer, `*` for the number of an expert; with its shape where other layers have another under the same name
     out_features: int
     in_features: int
     modules: tuple[str, ...]  # full names
@@ -193,18 +195,7 @@ class Decoder:
     @cached_property
     def carried_tensor_names(self) -> tuple[str, ...]:
         """Full names of the source's tensors that the model does not use and an export keeps: multi-token prediction."""
-        return tuple(name for name in self.source.tensors if self._is_carried(name))
-
-    def _is_carried(self, name: str) -> bool:
-        beyond = re.match(rf"{re.escape(self._layers_name)}\.(\d+)\.", name)
-        return MULTI_TOKEN_PREDICTION.match(name) is not None or (
-            beyond is not None and 0 <= int(beyond[1]) - self.layer_count < self._extra_layers
-        )
-
-    @property
-    def _extra_layers(self) -> int:
-        count = getattr(self.config, "num_nextn_predict_layers", 0)
-        return count if isinstance(count, int) else 0
+        return tuple(name for name in self.source.tensors if is_for_further_tokens(name, self.config))
 
     def _names_in_files(self) -> dict[int, dict[str, tuple[str, ...]]]:
         """For each kind of layer the files' names of its tensors by its own, all within the layer."""
@@ -284,13 +275,50 @@ class Decoder:
             self._subsets[kind] = self._traced_subsets(kind)
         return self._subsets[kind]
 
+    def experts(self, i: int) -> tuple[tuple[Subset, Subset], ...]:
+        """For each expert of layer `i` its subset before and its subset after the activation; empty for a dense layer."""
+        skeleton = self._skeleton(i)
+        return tuple(
+            (
+                tuple(skeleton.in_file(f"{path}.{name}") for name in ups),
+                tuple(skeleton.in_file(f"{path}.{name}") for name in down),
+            )
+            for path, module in skeleton.layer.named_modules()
+            if isinstance(module, UnfusedExperts)
+            for ups, down in module.subsets()
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(self.experts(i) for i in self.layers_of_each_kind)
+
+    def stages(self, i: int, group_size: int) -> tuple[tuple[Subset, ...], ...]:
+        """The subsets of layer `i` in order, those together that are independent: of a group of experts."""
+        experts = self.experts(i)
+        of_experts = {subset for pair in experts for subset in pair}
+        stages: list[tuple[Subset, ...]] = []
+        for subset in self.subsets(i):
+            if subset not in of_experts:
+                stages.append((subset,))
+            elif subset == experts[0][0]:
+                for start in range(0, len(experts), group_size):
+                    group = experts[start : start + group_size]
+                    stages += [tuple(ups for ups, _ in group), tuple(down for _, down in group)]
+        return tuple(stages)
+
     @cached_property
     def linear_kinds(self) -> tuple[LinearKind, ...]:
         """All linears of all layers by name and shape, in the order of execution."""
         modules: dict[tuple[str, int, int], list[str]] = {}
         for i in range(self.layer_count):
+            of_experts = {name for pair in self.experts(i) for subset in pair for name in subset}
             for name, shape in self.linear_shapes(i).items():
-                modules.setdefault((name, *shape), []).append(f"{self.layer_name(i)}.{name}")
+                label = name
+                if name in of_experts:
+                    experts, _, projection = name.rsplit(".", 2)
+                    label = f"{experts}.*.{projection}"
+                modules.setdefault((label, *shape), []).append(f"{self.layer_name(i)}.{name}")
         shapes_of = Counter(name for name, _, _ in modules)
         return tuple(
             LinearKind(name if shapes_of[name] == 1 else f"{name} ({n} x {k})", n, k, tuple(full))
@@ -302,7 +330,7 @@ class Decoder:
         layer = copy.deepcopy(skeleton.layer, {id(self.config): self.config})
         seen: list[tuple[str, Tensor]] = []  # inputs stay alive, so that identity means identity
         for own, linear in linears(layer):
-            name = skeleton.names[f"{own}.weight"].removesuffix(".weight")
+            name = skeleton.in_file(own)
             linear.register_forward_pre_hook(lambda _, args, name=name: seen.append((name, args[0])))
         hidden_BTH = torch.zeros(1, 2, self.config.hidden_size)
         arguments = _on_meta(self.call_arguments(i, hidden_BTH, None))
