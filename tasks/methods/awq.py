@@ -25,6 +25,9 @@ can't take up. The first candidate is no scaling at all, which is then what is l
 
 Agrees with a float64 evaluation of the same objective over kept activations (tests/test_awq.py).
 
+Perplexity of SmolLM2-135M in 4 bits with groups of 64, as benchmarks/quality.py measures it (2026-11-29; source 19.55): 22.67
+with zero points, where rounding to nearest has 25.77; 25.09 symmetric, against 26.35.
+
 Shape suffixes: N out_features, K in_features, G groups, C columns of one group, R any rows, S candidates.
 """
 
