@@ -67,7 +67,8 @@ class EXL3Scheme(Scheme):
 
     def statistic_bytes(self, in_features: int) -> int:
         nodes = 1 << (WORD_BITS - int(self.exl3_config.bits))
-        return in_features**2 * BYTES_PER_HESSIAN_ENTRY + TILES_AT_ONCE["cpu"] * (TILE + 1) * nodes * 4
+        tiles = TILES_AT_ONCE["cuda" if torch.cuda.is_available() else "cpu"]
+        return in_features**2 * BYTES_PER_HESSIAN_ENTRY + tiles * (TILE + 1) * nodes * 4
 
     def sum_bytes(self, in_features: int) -> int:
         return 4 * in_features**2

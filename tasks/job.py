@@ -299,7 +299,7 @@ class GGUFConfig(_Quantization):
 class EXL3Config(_Quantization):
     """EXL3: weights made Gaussian by Hadamard matrices, then coded by a trellis (QTIP, arXiv 2406.11235)."""
 
-    method: Literal["exl3"] = Field("exl3", description="EXL3's trellis codes.")
+    method: Literal["exl3"] = Field("exl3", description="EXL3, which needs calibration data.")
     bits: float = Field(
         3.0,
         ge=2.0,
