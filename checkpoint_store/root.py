@@ -198,8 +198,8 @@ class Root:
             if self.raw_current() != raw:  # a writer published twice between the two looks
                 return self.pointer(root_id)
             reason = (
-                f"`{self.path}/{CURRENT}` is damaged: it lists no generation and its spare does, which no publish leaves "
-                f"behind; an old copy was put in its place"
+                f"`{self.path}/{CURRENT}` is damaged: it lists no generation and its spare does; an old copy was put in "
+                f"its place, or the disk has lost a write"
             )
         except CheckpointDamaged as error:
             reason = str(error)
