@@ -19,7 +19,7 @@ from tasks.methods import eora
 from tasks.methods.hessian import HessianSum
 
 # Methods whose statistic is, or is accompanied by, the covariance that an adapter is made from.
-COMPENSATED = ("gptq", "qqq")
+COMPENSATED = ("gptq", "qqq", "paroquant")
 
 
 class _Both:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPTQConfig
 
 # The kernels that every CPU has; `auto` picks one by the CPU's instructions and may compile it first.
-BACKENDS = {"gptq": BACKEND.GPTQ_TORCH, "qqq": BACKEND.QQQ_TORCH}
+BACKENDS = {"gptq": BACKEND.GPTQ_TORCH, "qqq": BACKEND.QQQ_TORCH, "paroquant": BACKEND.PAROQUANT_CUDA}
 
 
 def load(loader: str, directory: str):
