@@ -302,9 +302,9 @@ class _Quantization:
 
     def _prepare(self, run: running.Run) -> None:
         """The hidden states that enter the first unfinished layer: embedded anew, or as the checkpoint holds them."""
-        check_replay(run.decoder, run.pool.devices[0].torch_device)
-        if not run.needs_activations:
+        if not run.needs_activations:  # no layer is ever run
             return
+        check_replay(run.decoder, run.pool.devices[0].torch_device)
         assert run.calibration is not None
         if run.session.cursor:
             run.hidden = continuation_batches(run.session.continuation())

@@ -21,29 +21,9 @@ from tasks import running
 from tasks.export_gguf import add_gguf
 from tasks.formats import peft
 from tasks.output_directory import INDEX_FILE, Export, OutputTaken, foreign_names, json_bytes, remove_leftovers
+from tasks.places import copied_files
 from tasks.report import Report
 
-# Copied as they are: a strict saver that rejects a shipped file must not cost a finished run.
-COPIED_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-LEGAL_FILES = (
-    "LICENSE",
-    "LICENSE.txt",
-    "LICENSE.md",
-    "NOTICE",
-    "USE_POLICY.md",
-)
 # Keys of a config.json that say where the model lay on somebody's machine, or that another quantizer left behind.
 DROPPED_KEYS = ("_name_or_path", "name_or_path", "quantization_config")
 
@@ -153,7 +133,5 @@ def _add_descriptions(run: running.Run, export: Export) -> None:
 
 
 def _add_copies(run: running.Run, export: Export) -> None:
-    """The source's files that stay as they are; a .gguf file holds all but the legal ones itself."""
-    for name in LEGAL_FILES if run.scheme.is_one_file else (*COPIED_FILES, *LEGAL_FILES):
-        if (run.source.path / name).is_file():
-            export.add_file(name, run.source.path / name)
+    for path in copied_files(run.source.path, run.scheme.is_one_file):
+        export.add_file(path.name, path)

@@ -42,12 +42,14 @@ class DiskSpace:
 class Memory:
     """Reckoned peak, beside the interpreter and its libraries, on one device of the pool and on the host.
 
-    `layer_bytes` is the largest layer as it is computed with and `statistics_bytes` the Hessian and its factor: what
-    no setting of the calibration makes smaller. On a CPU pool all slots and the host share one memory.
+    `layer_bytes` is the largest layer as it is computed with (of methods that run no layer: as it is stored),
+    `statistics_bytes` the Hessian and its factor, and `least_bytes` what a device holds of them whatever the
+    calibration. On a CPU pool all slots and the host share one memory.
     """
 
     layer_bytes: int
     statistics_bytes: int
+    least_bytes: int
     device_peak_bytes: int
     device_total_bytes: int
     host_peak_bytes: int

@@ -255,20 +255,27 @@ class Shard:
                 self.work.offer(lane, None)
 
     def _statistic(self, features: int) -> Statistic:
-        statistic = self.run.scheme.statistic(features, self.device)
-        return statistic if self.work.adapter is None else self.work.adapter.observing(statistic, features, self.device)
+        statistic, adapter = self.run.scheme.statistic(features, self.device), self._observing_adapter
+        return statistic if adapter is None else adapter.observing(statistic, features, self.device)
+
+    @property
+    def _observing_adapter(self) -> LayerAdapter | None:
+        """An adapter that looks at inputs itself; that of scaled layers is made from the method's own moments."""
+        return None if self.run.scheme.scales_layers else self.work.adapter
 
     def _prepare(self, subset: tuple[str, ...]) -> None:
         """Make the merged statistic into what the subset is quantized with, on the first device."""
-        work = self.work
-        total = work.take_total()
+        self.work.prepared = self._prepared(subset)
+        # Without its state, which is the largest thing of all.
+        self.work.outcomes[subset] = replace(self.work.prepared, state=None)
+
+    def _prepared(self, subset: tuple[str, ...]) -> Prepared:
+        total = self.work.take_total()
         # The peak of a layer: what the forward has freed must not lie under it.
         running.return_freed_memory()
-        if work.adapter is not None:
-            total = work.adapter.prepare(total, self._full(subset[0]))
-        work.prepared = self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
-        # Without its state, which is the largest thing of all.
-        work.outcomes[subset] = replace(work.prepared, state=None)
+        if (adapter := self._observing_adapter) is not None:
+            total = adapter.prepare(total, self._full(subset[0]))
+        return self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
 
     def _state_here(self) -> Any:
         prepared = self.work.prepared
@@ -311,6 +318,8 @@ class Shard:
             except WeightError as error:
                 raise WeightError(f"`{full}`: {error}") from error
             work.keep(name, rows)
+            del weight_NK
+            running.return_freed_memory()  # or the next module's peak would lie on top of what this one has freed
             self.run.tell(name, rows.loss)
         work.meet()
         if self.number == 0:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoint_store.objects import ObjectRef
 from checkpoint_store.session import CheckpointSession
 from tasks import calibration, quantize_layer, quantize_shard, running
 from tasks.devices import DevicePool
@@ -190,7 +191,7 @@ def test_a_hessian_that_will_not_factor_rounds_its_subset_to_nearest_and_says_wh
         assert errors == []
         expected = rtn.quantize_rows(run.decoder.materialise(0, "cpu").self_attn.o_proj.weight, run.job.quantization)
         assert torch.equal(work.quantized["self_attn.o_proj"].codes_NK, expected.codes_NK)
-        receipt = quantize_layer._receipt(run, work, "key", "0" * 64, 1)
+        receipt = quantize_layer._receipt(run, work, "key", ObjectRef("layer", "name", "0" * 64, 1), None)
     (fallen,) = receipt.fallbacks
     assert (fallen.name, fallen.method) == ("self_attn.o_proj", "rtn")
     assert fallen.fallback == "leading minor 7 is not positive definite"
@@ -227,14 +228,14 @@ def test_an_error_in_one_shard_ends_its_siblings_and_is_the_one_told(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_run(tiny_job(model, tmp_path, devices=("cpu",) * 3)) as run:
-        call = quantize_shard._Shard._call
+        call = quantize_shard.Shard._call
 
         def failing(self: Any, batch: int) -> Any:
             if self.number == 1:
                 raise OSError("the source's disk went away")
             return call(self, batch)
 
-        monkeypatch.setattr(quantize_shard._Shard, "_call", failing)
+        monkeypatch.setattr(quantize_shard.Shard, "_call", failing)
         work, errors = run_shards(run, 0)
     assert str(work.error) == "the source's disk went away"
     assert sorted(type(error).__name__ for error in errors) == ["OSError", "SiblingFailed", "SiblingFailed"]

@@ -19,23 +19,29 @@ from pathlib import Path
 import torch
 from gptqmodel import BACKEND, GPTQModel
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPTQConfig
+from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
 # The kernels that every CPU has; `auto` picks one by the CPU's instructions and may compile it first.
-BACKENDS = {"gptq": BACKEND.GPTQ_TORCH, "qqq": BACKEND.QQQ_TORCH, "paroquant": BACKEND.PAROQUANT_CUDA}
+BACKENDS = {
+    "gptq": BACKEND.GPTQ_TORCH,
+    "awq": BACKEND.AWQ_TORCH,
+    "qqq": BACKEND.QQQ_TORCH,
+    "paroquant": BACKEND.PAROQUANT_CUDA,
+}
 
 
 def load(loader: str, directory: str):
     """The model and what its loader says of missing and unexpected keys."""
+    described = json.loads((Path(directory) / "config.json").read_text())["quantization_config"]
+    method = described["quant_method"]
     if loader == "gptqmodel":
-        method = json.loads((Path(directory) / "config.json").read_text())["quantization_config"]["quant_method"]
         return GPTQModel.load(directory, backend=BACKENDS[method], device="cpu", dtype=torch.float16).model, {}
-    bits = json.loads((Path(directory) / "quantize_config.json").read_text())["bits"]
+    # Only the backend is taken from here.
+    chosen = (
+        AwqConfig(backend="torch_awq") if method == "awq" else GPTQConfig(bits=described["bits"], backend="gptq_torch")
+    )
     return AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        quantization_config=GPTQConfig(bits=bits, backend="gptq_torch"),  # only the backend is taken from here
-        output_loading_info=True,
+        directory, dtype=torch.float32, quantization_config=chosen, output_loading_info=True
     )
 
 
@@ -45,8 +51,9 @@ def judge(loader: str, directory: str, request: dict) -> dict:
     input_ids = torch.tensor(request["input_ids"])
     with torch.inference_mode():
         logits = {"loaded": model(input_ids=input_ids).logits.float()}
-        torch.nn.Module.float(model)  # its own `float` refuses quantized models
-        logits["widened"] = model(input_ids=input_ids).logits.float()
+        if not any(type(module).__name__ == "ParoLinear" for module in model.modules()):  # which can't be widened
+            torch.nn.Module.float(model)  # its own `float` refuses quantized models
+            logits["widened"] = model(input_ids=input_ids).logits.float()
     save_file({name: tensor.contiguous() for name, tensor in logits.items()}, request["logits"])
     projections = {name: type(module) for name, module in model.named_modules() if name.endswith("_proj")}
     return {
