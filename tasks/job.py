@@ -215,6 +215,26 @@ class AWQConfig(_Quantization):
         return self
 
 
+class ParoQuantConfig(_Quantization):
+    """ParoQuant: channels are scaled and turned in pairs, by angles that are learnt (arXiv 2511.10645)."""
+
+    method: Literal["paroquant"] = "paroquant"
+    bits: Literal[4] = Field(4, description="Code width.")
+    group_size: Literal[64, 128] = Field(128, description="Input columns per scale, and that are turned together.")
+    rotation_epochs: int = Field(10, ge=0, description="Passes over the sample that learn channel scales and angles.")
+    finetune_epochs: int = Field(10, ge=0, description="Passes over the sample that learn weights and their grid.")
+    rotation_lr: float = Field(
+        0.05, gt=0.0, allow_inf_nan=False, description="First learning rate of channel scales and angles."
+    )
+    weight_lr: float = Field(1e-5, gt=0.0, allow_inf_nan=False, description="First learning rate of weights.")
+    quantizer_lr: float = Field(
+        1e-6, gt=0.0, allow_inf_nan=False, description="First learning rate of the grid's scales and zero points."
+    )
+    train_samples: int = Field(2048, ge=1, description="Tokens of a module's inputs to learn from, at most.")
+    validation_samples: int = Field(64, ge=1, description="Tokens that choose the best state, beside those.")
+    train_batch_size: int = Field(64, ge=1, description="Tokens per step of learning.")
+
+
 class FP8Config(_Quantization):
     """Eight-bit floats with a scale per tensor, row or block: no calibration, no chain between layers."""
 
@@ -326,7 +346,15 @@ class EXL3Config(_Quantization):
 # Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
 # the same and more.
 Quantization = Annotated[
-    RTNConfig | QQQConfig | GPTQConfig | AWQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
+    RTNConfig
+    | QQQConfig
+    | GPTQConfig
+    | AWQConfig
+    | FP8Config
+    | BitsAndBytesConfig
+    | GGUFConfig
+    | EXL3Config
+    | ParoQuantConfig,
     Field(discriminator="method"),
 ]
 

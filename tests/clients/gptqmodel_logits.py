@@ -22,7 +22,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
 # The kernels that every CPU has; `auto` picks one by the CPU's instructions and may compile it first.
-BACKENDS = {"gptq": BACKEND.GPTQ_TORCH, "awq": BACKEND.AWQ_TORCH, "qqq": BACKEND.QQQ_TORCH}
+BACKENDS = {
+    "gptq": BACKEND.GPTQ_TORCH,
+    "awq": BACKEND.AWQ_TORCH,
+    "qqq": BACKEND.QQQ_TORCH,
+    "paroquant": BACKEND.PAROQUANT_CUDA,
+}
 
 
 def load(loader: str, directory: str):
@@ -45,8 +50,9 @@ def judge(loader: str, directory: str, request: dict) -> dict:
     input_ids = torch.tensor(request["input_ids"])
     with torch.inference_mode():
         logits = {"loaded": model(input_ids=input_ids).logits.float()}
-        torch.nn.Module.float(model)  # its own `float` refuses quantized models
-        logits["widened"] = model(input_ids=input_ids).logits.float()
+        if not any(type(module).__name__ == "ParoLinear" for module in model.modules()):  # which can't be widened
+            torch.nn.Module.float(model)  # its own `float` refuses quantized models
+            logits["widened"] = model(input_ids=input_ids).logits.float()
     save_file({name: tensor.contiguous() for name, tensor in logits.items()}, request["logits"])
     projections = {name: type(module) for name, module in model.named_modules() if name.endswith("_proj")}
     return {
