@@ -197,6 +197,24 @@ class Decoder:
         """Full names of the source's tensors that the model does not use and an export keeps: multi-token prediction."""
         return tuple(name for name in self.source.tensors if is_for_further_tokens(name, self.config))
 
+    @cached_property
+    def kept_modules(self) -> tuple[str, ...]:
+        """Full names of the matrices in layers, and of what is carried, that are no linears to quantize: routers."""
+        names = [*self.carried_tensor_names]
+        for i in range(self.layer_count):
+            linears = self.linear_shapes(i)
+            prefix = f"{self.layer_name(i)}."
+            names += [
+                name
+                for name in self.layer_tensor_names(i)
+                if name.removeprefix(prefix).removesuffix(".weight") not in linears
+            ]
+        return tuple(
+            name.removesuffix(".weight")
+            for name in names
+            if name.endswith(".weight") and len(self.source.tensors[name].shape) == 2
+        )
+
     def _names_in_files(self) -> dict[int, dict[str, tuple[str, ...]]]:
         """For each kind of layer the files' names of its tensors by its own, all within the layer."""
         found = {}
