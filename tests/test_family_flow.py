@@ -31,9 +31,9 @@ from tests.test_resume import stop_in_layer
 from tests.tiny_families import FAMILIES, write_tiny
 
 EIGHT_BITS = GPTQConfig(bits=8, group_size=32)
-# 8-bit codes in groups of 32 lose less than a percent of a weight. Random routers are near ties: a few tokens go to other
+# 8-bit codes in groups of 32 lose about a percent of a weight. Random routers are near ties: a few tokens go to other
 # experts than in the source, which shows in the logits far more than the codes themselves.
-WEIGHT_TOLERANCE = 0.01
+WEIGHT_TOLERANCE = 0.02
 LOGITS_TOLERANCE = 0.15
 IDS = torch.arange(2 * 30).reshape(2, 30) * 37 % 311
 FURTHER = {f"model.layers.3.{name}.weight": torch.randn(8, 8) for name in ("eh_proj", "enorm", "mlp.gate")}
