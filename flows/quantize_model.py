@@ -41,7 +41,6 @@ from tasks.report import LayerReceipt, Report
 
 # Threads are made as shards need them: this only bounds the devices of one pool.
 MAX_DEVICES = 64
-FALLBACKS_TOLD_ONE_BY_ONE = 8
 
 
 class OwnServerFlow(Flow[Any, Any]):
@@ -376,19 +375,5 @@ class _Quantization:
             "layer %d of %d: loss %.3e, %.1f s, %.2f MB, %s",
             receipt.index + 1, layer_count, receipt.loss, receipt.seconds, receipt.size / 1e6, receipt.sha256[:12],
         )  # fmt: skip
-        log_fallbacks(self.logger, receipt)
-
-
-def log_fallbacks(logger: logging.Logger | logging.LoggerAdapter[Any], receipt: LayerReceipt) -> None:
-    """A warning per module, but one for all where a reason holds for more than a few: experts without tokens."""
-    by_reason: dict[str | None, list[str]] = {}
-    for module in receipt.fallbacks:
-        by_reason.setdefault(module.fallback, []).append(f"{receipt.name}.{module.name}")
-    for reason, names in by_reason.items():
-        if len(names) > FALLBACKS_TOLD_ONE_BY_ONE:
-            logger.warning(
-                "`%s` and %d more modules of the layer were rounded to nearest: %s", names[0], len(names) - 1, reason
-            )
-            continue
-        for name in names:
-            logger.warning("`%s` was rounded to nearest: %s", name, reason)
+        for line in receipt.fallback_lines():
+            self.logger.warning("%s", line)

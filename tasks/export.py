@@ -124,7 +124,7 @@ def outer_names(run: running.Run) -> list[str]:
 
 
 def _add_descriptions(run: running.Run, export: Export) -> None:
-    described = run.scheme.quantization_config()
+    described = run.scheme.leave_out(run.scheme.quantization_config(), run.decoder.kept_modules)
     export.add_bytes("config.json", config_of(run.source.config, described))
     if described["quant_method"] in ("gptq", "awq", "qqq", "paroquant"):  # their families' own programs read this file
         export.add_bytes("quantize_config.json", json_bytes(described))

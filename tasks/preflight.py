@@ -19,6 +19,7 @@ from tasks.devices import DevicePool
 from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
 from tasks.models.decoder import SUPPORTED, Decoder, is_supported
+from tasks.models.layer_names import ROUTERS
 from tasks.models.source import SourceError, SourceModel
 from tasks.places import (
     REPORT_FILE,
@@ -37,6 +38,7 @@ from tasks.schemes import Scheme, needs_activations, scheme_of
 RECORD_BYTES_PER_MODULE = 1000
 REPORT_BYTES_PER_MODULE = 300
 FINITE_CHECK_BYTES = 8 << 20  # beside a tensor that is looked at for NaN
+EXPERT_NUMBER = re.compile(r"(?<=experts)\.\d+\.")
 LAYER_WEIGHT = re.compile(r"(?:.+\.)?layers\.\d+\.(.+)\.weight")
 
 
@@ -151,8 +153,8 @@ class _Findings:
         found = {}
         for name, info in (self.source.tensors if self.source is not None else {}).items():
             match = LAYER_WEIGHT.fullmatch(name)
-            if match and len(info.shape) == 2:
-                found[match[1]] = (info.shape[0], info.shape[1])
+            if match and len(info.shape) == 2 and match[1].rpartition(".")[2] not in ROUTERS:
+                found[EXPERT_NUMBER.sub(".*.", match[1])] = (info.shape[0], info.shape[1])
         return found
 
     def plan(self) -> Plan | None:

@@ -8,7 +8,7 @@ because a subset's linears share one statistic. The others get whole modules in 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from types import ModuleType
@@ -211,6 +211,15 @@ class Scheme:
     def written_beside_weights(self) -> dict[str, Any]:
         """What else of the source than config.json and tensors decides the export's bytes, as plain values."""
         return {}
+
+    def leave_out(self, described: dict[str, Any], modules: Sequence[str]) -> dict[str, Any]:
+        """`quantization_config` with modules that are as in the source, for readers that would take them for packed."""
+        lists = {
+            key: [*described[key], *modules]
+            for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
+            if isinstance(described.get(key), list)
+        }
+        return described | lists
 
     # What preflight asks
 

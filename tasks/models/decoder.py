@@ -9,7 +9,6 @@ over stand-ins that only hand the hidden states on. Legend: `B` samples, `T` tok
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +18,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tasks.models.calls import Call, StandIn, call_of_last, on_meta
 from tasks.models.experts import UnfusedExperts
 from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
 from tasks.models.layer_names import LayoutError, is_for_further_tokens, linears, names_in_files, unfuse
@@ -43,48 +43,6 @@ LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
 def is_supported(model_type: object) -> bool:
     """Whether a config.json with this `model_type`, which may be anything, is of a family that is known here."""
     return isinstance(model_type, str) and model_type in SUPPORTED
-
-
-class _LayerReached(Exception):
-    """Carries what the model's own forward called a layer with."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.call_args, self.call_kwargs = args, kwargs
-
-
-class _StandIn(nn.Module):
-    """Takes a layer's place in the model's forward: hands the hidden states on, or ends the forward with its call."""
-
-    def __init__(self, layer: nn.Module, is_last: bool) -> None:
-        super().__init__()
-        self._read_attributes_from = (layer,)  # in a tuple: not a submodule
-        self._is_last = is_last
-
-    def __getattr__(self, name: str) -> Any:  # a forward may ask its layers for their type
-        return getattr(self.__dict__["_read_attributes_from"][0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self._is_last:
-            raise _LayerReached(args, kwargs)
-        return args[0] if args else kwargs["hidden_states"]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What a layer was last called with on one device, and for which batch."""
-
-    layer: int
-    shape: torch.Size
-    dtype: torch.dtype
-    attention_mask: Tensor | None  # [B, T]
-    arguments: dict[str, Any]
-
-    def is_like(self, other: "_Call") -> bool:
-        if (self.layer, self.shape, self.dtype) != (other.layer, other.shape, other.dtype):
-            return False
-        if self.attention_mask is None or other.attention_mask is None:
-            return self.attention_mask is other.attention_mask
-        return torch.equal(self.attention_mask, other.attention_mask)
 
 
 @dataclass(frozen=True)
@@ -133,7 +91,7 @@ class Decoder:
         own_name = next(name for name, module in model.named_modules() if module is embedding)
         self._embedding_name = self._outer_in_files[f"{own_name}.weight"]
         self._embedding: nn.Module | None = None
-        self._last_calls: dict[torch.device, _Call] = {}
+        self._last_calls: dict[torch.device, Call] = {}
         self._skeletons: dict[int, _Skeleton] = {}
         self._subsets: dict[int, tuple[tuple[str, ...], ...]] = {}
         # Tensors that are another one under a second name, by that other's name.
@@ -196,6 +154,24 @@ class Decoder:
     def carried_tensor_names(self) -> tuple[str, ...]:
         """Full names of the source's tensors that the model does not use and an export keeps: multi-token prediction."""
         return tuple(name for name in self.source.tensors if is_for_further_tokens(name, self.config))
+
+    @cached_property
+    def kept_modules(self) -> tuple[str, ...]:
+        """Full names of the matrices in layers, and of what is carried, that are no linears to quantize: routers."""
+        names = [*self.carried_tensor_names]
+        for i in range(self.layer_count):
+            linears = self.linear_shapes(i)
+            prefix = f"{self.layer_name(i)}."
+            names += [
+                name
+                for name in self.layer_tensor_names(i)
+                if name.removeprefix(prefix).removesuffix(".weight") not in linears
+            ]
+        return tuple(
+            name.removesuffix(".weight")
+            for name in names
+            if name.endswith(".weight") and len(self.source.tensors[name].shape) == 2
+        )
 
     def _names_in_files(self) -> dict[int, dict[str, tuple[str, ...]]]:
         """For each kind of layer the files' names of its tensors by its own, all within the layer."""
@@ -333,7 +309,7 @@ class Decoder:
             name = skeleton.in_file(own)
             linear.register_forward_pre_hook(lambda _, args, name=name: seen.append((name, args[0])))
         hidden_BTH = torch.zeros(1, 2, self.config.hidden_size)
-        arguments = _on_meta(self.call_arguments(i, hidden_BTH, None))
+        arguments = on_meta(self.call_arguments(i, hidden_BTH, None))
         layer(hidden_BTH.to("meta"), **arguments)
         subsets: list[list[str]] = []
         previous = None
@@ -399,7 +375,7 @@ class Decoder:
             self._embedding = embedding.requires_grad_(False)
         front = self._front_up_to(0)
         front.set_input_embeddings(self._embedding)
-        args, kwargs = _call_of_last(front, input_ids=input_ids.cpu())
+        args, kwargs = call_of_last(front, input_ids=input_ids.cpu())
         hidden_BTH: Tensor = args[0] if args else kwargs["hidden_states"]
         return hidden_BTH.to(self.source_dtype)
 
@@ -420,9 +396,9 @@ class Decoder:
         if attention_mask_BT is not None:
             attention_mask_BT = attention_mask_BT.to(device)
         last = self._last_calls.get(device)
-        call = _Call(i, hidden_BTH.shape, hidden_BTH.dtype, attention_mask_BT, {})
+        call = Call(i, hidden_BTH.shape, hidden_BTH.dtype, attention_mask_BT, {})
         if last is None or not last.is_like(call):
-            args, kwargs = _call_of_last(
+            args, kwargs = call_of_last(
                 self._front_up_to(i), inputs_embeds=hidden_BTH, attention_mask=attention_mask_BT
             )
             kwargs.update(zip(inspect.signature(self._layers[i].forward).parameters, args, strict=False))
@@ -434,7 +410,7 @@ class Decoder:
         """The model's own forward, its layers replaced by stand-ins of which the last, number `i`, ends it."""
         # The copy holds meta tensors and rotary tables, which some families change while they run.
         front = copy.deepcopy(self._front, {id(self.config): self.config})
-        setattr(front, self._layers_attribute, nn.ModuleList(_StandIn(self._layers[j], j == i) for j in range(i + 1)))
+        setattr(front, self._layers_attribute, nn.ModuleList(StandIn(self._layers[j], j == i) for j in range(i + 1)))
         return front
 
 
@@ -473,27 +449,3 @@ def _fill_buffers(model: PreTrainedModel, module: nn.Module, device: str | torch
         setattr(module, name, torch.empty_like(getattr(module, name), device=device))
     if empty:
         model._init_weights(module)
-
-
-def _call_of_last(front: PreTrainedModel, **inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    try:
-        with torch.no_grad():
-            front(use_cache=False, **inputs)
-    except _LayerReached as reached:
-        return reached.call_args, reached.call_kwargs
-    raise AssertionError(f"{type(front).__name__} ran without calling its layers")
-
-
-def _on_meta(value: Any) -> Any:
-    return map_tensors(value, lambda tensor: tensor.to("meta"))
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """`value` with every tensor in its tuples, lists and dicts replaced by `function` of it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function) for item in value)
-    return value
