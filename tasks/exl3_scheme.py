@@ -70,6 +70,9 @@ class EXL3Scheme(Scheme):
         tiles = TILES_AT_ONCE["cuda" if torch.cuda.is_available() else "cpu"]
         return in_features**2 * BYTES_PER_HESSIAN_ENTRY + tiles * (TILE + 1) * nodes * 4
 
+    def sum_bytes(self, in_features: int) -> int:
+        return 4 * in_features**2
+
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
         tokens = total.tokens if total is not None else 0
         if not tokens:

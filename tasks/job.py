@@ -2,6 +2,7 @@
 
 import operator
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +24,9 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "preprocessors": ((None, []), "quantization preprocessor chains"),
     "offload_to_disk": ((True, None), "a checkpointed run that keeps everything in memory"),
 }
+
+
+MEMORY_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kKMGT])(?P<binary>i?)B?")
 
 
 class _Frozen(BaseModel):
@@ -177,7 +181,7 @@ class AWQConfig(_Quantization):
     # The search over clipped ranges below looks at the inputs; the grid's own, which doesn't, is for other methods.
     mse: ClassVar[float] = 0.0
 
-    method: Literal["awq"] = "awq"
+    method: Literal["awq"] = Field("awq", description="AWQ, which needs calibration data.")
     bits: Literal[4, 8] = Field(4, description="Code width; layout awq holds 4.")
     group_size: Annotated[int, Field(ge=-1)] = Field(
         128, description="Input columns per scale; -1 is one scale per output channel."
@@ -209,6 +213,26 @@ class AWQConfig(_Quantization):
                 f"checkpoint_format `awq` holds 4 bits, not {self.bits}; use checkpoint_format `compressed-tensors`"
             )
         return self
+
+
+class ParoQuantConfig(_Quantization):
+    """ParoQuant: channels are scaled and turned in pairs, by angles that are learnt (arXiv 2511.10645)."""
+
+    method: Literal["paroquant"] = "paroquant"
+    bits: Literal[4] = Field(4, description="Code width.")
+    group_size: Literal[64, 128] = Field(128, description="Input columns per scale, and that are turned together.")
+    rotation_epochs: int = Field(10, ge=0, description="Passes over the sample that learn channel scales and angles.")
+    finetune_epochs: int = Field(10, ge=0, description="Passes over the sample that learn weights and their grid.")
+    rotation_lr: float = Field(
+        0.05, gt=0.0, allow_inf_nan=False, description="First learning rate of channel scales and angles."
+    )
+    weight_lr: float = Field(1e-5, gt=0.0, allow_inf_nan=False, description="First learning rate of weights.")
+    quantizer_lr: float = Field(
+        1e-6, gt=0.0, allow_inf_nan=False, description="First learning rate of the grid's scales and zero points."
+    )
+    train_samples: int = Field(2048, ge=1, description="Tokens of a module's inputs to learn from, at most.")
+    validation_samples: int = Field(64, ge=1, description="Tokens that choose the best state, beside those.")
+    train_batch_size: int = Field(64, ge=1, description="Tokens per step of learning.")
 
 
 class FP8Config(_Quantization):
@@ -322,7 +346,15 @@ class EXL3Config(_Quantization):
 # Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
 # the same and more.
 Quantization = Annotated[
-    RTNConfig | GPTQConfig | AWQConfig | QQQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
+    RTNConfig
+    | QQQConfig
+    | GPTQConfig
+    | AWQConfig
+    | FP8Config
+    | BitsAndBytesConfig
+    | GGUFConfig
+    | EXL3Config
+    | ParoQuantConfig,
     Field(discriminator="method"),
 ]
 
@@ -451,6 +483,11 @@ class QuantizationJob(_Frozen):
         "auto",
         description="`auto` takes every visible GPU, else the CPU; or a list such as cuda:0, cuda:1 or cpu, cpu.",
     )
+    memory_limit: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Memory that each device, or the host where it computes, may use (`24GB`, `16GiB`, or bytes); all "
+        "that it has, unless given. Fewer experts are quantized side by side then, with the same result.",
+    )
     offload_directory: PathText | None = Field(
         None, description="Scratch that `checkpoint.path=auto` may use as its root."
     )
@@ -466,6 +503,18 @@ class QuantizationJob(_Frozen):
     @classmethod
     def _gptq_unless_named(cls, quantization: Any) -> Any:
         return {"method": "gptq", **quantization} if isinstance(quantization, dict) else quantization
+
+    @field_validator("memory_limit", mode="before")
+    @classmethod
+    def _bytes_of_text(cls, limit: Any) -> Any:
+        """`24GB` as people write it is 24000000000."""
+        if not isinstance(limit, str) or limit.isdecimal():
+            return limit
+        match = MEMORY_SIZE.fullmatch(limit.strip())
+        if match is None:
+            raise ValueError(f"memory_limit {limit!r} is no size; write `24GB`, `16GiB`, or bytes")
+        binary = 1024 if match["binary"] else 1000
+        return int(float(match["number"]) * binary ** ("KMGT".index(match["unit"].upper()) + 1))
 
     @field_validator("devices", mode="before")
     @classmethod

@@ -8,7 +8,7 @@ because a subset's linears share one statistic. The others get whole modules in 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from types import ModuleType
@@ -24,6 +24,7 @@ from tasks.formats import compressed_tensors as compressed_tensors_layout
 from tasks.formats import exl3 as exl3_layout
 from tasks.formats import fp8_block as fp8_layout
 from tasks.formats import gptq as gptq_layout
+from tasks.formats import paroquant as paroquant_layout
 from tasks.formats import qqq as qqq_layout
 from tasks.job import (
     AWQConfig,
@@ -32,6 +33,7 @@ from tasks.job import (
     FP8Config,
     GGUFConfig,
     GPTQConfig,
+    ParoQuantConfig,
     QQQConfig,
     Quantization,
     RTNConfig,
@@ -51,7 +53,10 @@ LAYOUTS: dict[str, ModuleType] = {
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
     "exl3": exl3_layout,
+    "paroquant": paroquant_layout,
 }
+# An expert that fewer tokens reach is rounded to nearest: a Hessian of so few fits them, and nothing else.
+FEWEST_TOKENS = 16
 # A K x K Hessian while it is factored: the sum in float32 and its copy in float64 (`tasks.methods.hessian`).
 BYTES_PER_HESSIAN_ENTRY = 4 + 8
 
@@ -98,7 +103,7 @@ class Prepared:
 
 def needs_activations(config: Quantization) -> bool:
     """Whether the method looks at what flows through the layers, which makes the layers a chain."""
-    chained = isinstance(config, GPTQConfig | AWQConfig | QQQConfig | EXL3Config)
+    chained = isinstance(config, GPTQConfig | AWQConfig | QQQConfig | EXL3Config | ParoQuantConfig)
     return chained or (isinstance(config, GGUFConfig) and config.imatrix)
 
 
@@ -118,6 +123,7 @@ def scheme_of(config: Quantization, source: SourceModel, seed: int = 0) -> "Sche
     from tasks.awq_scheme import AWQScheme  # which are built on what is here
     from tasks.exl3_scheme import EXL3Scheme
     from tasks.gguf_scheme import GGUFScheme
+    from tasks.paroquant_scheme import ParoQuantScheme
 
     if isinstance(config, AWQConfig):
         return AWQScheme(config, source)
@@ -125,6 +131,8 @@ def scheme_of(config: Quantization, source: SourceModel, seed: int = 0) -> "Sche
         return GGUFScheme(config, source)
     if isinstance(config, EXL3Config):
         return EXL3Scheme(config, source, seed)
+    if isinstance(config, ParoQuantConfig):
+        return ParoQuantScheme(config, source, seed)
     if isinstance(config, QQQConfig):
         return QQQScheme(config, source)
     return GPTQScheme(config, source) if isinstance(config, GPTQConfig) else Scheme(config, source)
@@ -145,6 +153,8 @@ class Scheme:
         self.source = source
         self.seed = seed
         self.layout: Any = LAYOUTS.get(layout_name(config))
+        # Whoever listens to what a module that takes long is doing, and how well.
+        self.tell: Callable[[str, float | None], None] = lambda what, loss: None
 
     @property
     def needs_activations(self) -> bool:
@@ -157,6 +167,10 @@ class Scheme:
 
     def statistic_bytes(self, in_features: int) -> int:
         """Most bytes that a subset's statistic takes until it is prepared."""
+        return 0
+
+    def sum_bytes(self, in_features: int) -> int:
+        """Bytes of the sum over the inputs of a subset, as it waits to be prepared."""
         return 0
 
     def statistics_bytes(self, in_features: Iterable[int]) -> int:
@@ -197,6 +211,15 @@ class Scheme:
     def written_beside_weights(self) -> dict[str, Any]:
         """What else of the source than config.json and tensors decides the export's bytes, as plain values."""
         return {}
+
+    def leave_out(self, described: dict[str, Any], modules: Sequence[str]) -> dict[str, Any]:
+        """`quantization_config` with modules that are as in the source, for readers that would take them for packed."""
+        lists = {
+            key: [*described[key], *modules]
+            for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
+            if isinstance(described.get(key), list)
+        }
+        return described | lists
 
     # What preflight asks
 
@@ -299,9 +322,12 @@ class HessianScheme(Scheme):
     def statistic_bytes(self, in_features: int) -> int:
         return in_features**2 * BYTES_PER_HESSIAN_ENTRY
 
+    def sum_bytes(self, in_features: int) -> int:
+        return 4 * in_features**2
+
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
         tokens = total.tokens if total is not None else 0
-        if tokens == 0 or tokens < self.fallback_tokens * all_tokens:
+        if tokens < max(FEWEST_TOKENS, self.fallback_tokens * all_tokens):
             return Prepared(None, "rtn", tokens, None, f"{tokens} of {all_tokens} calibration tokens reached it")
         try:
             factor = gptq.factor_hessian(total.hessian(), self.factoring)

@@ -83,6 +83,15 @@ MATTERS: dict[str, tuple[Any, str]] = {
     "quantization.qqq.damp_percent": (0.01, "quantization"),
     "quantization.qqq.damp_increment": (0.02, "quantization"),
     "quantization.qqq.fallback_tokens": (0.01, "quantization"),
+    "quantization.paroquant.group_size": (64, "quantization"),
+    "quantization.paroquant.rotation_epochs": (3, "quantization"),
+    "quantization.paroquant.finetune_epochs": (3, "quantization"),
+    "quantization.paroquant.rotation_lr": (0.02, "quantization"),
+    "quantization.paroquant.weight_lr": (1e-4, "quantization"),
+    "quantization.paroquant.quantizer_lr": (1e-5, "quantization"),
+    "quantization.paroquant.train_samples": (128, "quantization"),
+    "quantization.paroquant.validation_samples": (16, "quantization"),
+    "quantization.paroquant.train_batch_size": (16, "quantization"),
     "quantization.gptq.desc_act": (True, "quantization"),
     "quantization.gptq.act_group_aware": (False, "quantization"),
     "quantization.gptq.static_groups": (True, "quantization"),
@@ -116,6 +125,7 @@ DOES_NOT_MATTER: dict[str, Any] = {
     "checkpoint.strict_device_check": False,
     "checkpoint.allow_network_filesystem": True,
     "offload_directory": "elsewhere",
+    "memory_limit": "24GB",
     "telemetry.device": True,
 }
 
