@@ -62,7 +62,14 @@ FLAGS_WITH_OPPOSITE = {
     "act_group_aware": ("--act-group-aware", "--no-act-group-aware"),
     "strict_device_check": ("", "--no-strict-device-check"),
 }
-SHOWN_IN_HELP = {"data": "FILE", "path": "ROOT", "output": "DIR", "offload_directory": "DIR", "devices": "LIST"}
+SHOWN_IN_HELP = {
+    "data": "FILE",
+    "path": "ROOT",
+    "output": "DIR",
+    "offload_directory": "DIR",
+    "devices": "LIST",
+    "memory_limit": "SIZE",
+}
 SHOWN_FOR_TYPE: dict[Callable[[str], Any], str] = {int: "N", float: "X"}
 
 
@@ -129,7 +136,7 @@ def _options() -> Iterator[_Option]:
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
             yield _Option(section, name, field)
-    for name in ("devices", "offload_directory", "seed"):
+    for name in ("devices", "memory_limit", "offload_directory", "seed"):
         yield _Option("", name, QuantizationJob.model_fields[name])
 
 

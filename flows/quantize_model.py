@@ -375,5 +375,5 @@ class _Quantization:
             "layer %d of %d: loss %.3e, %.1f s, %.2f MB, %s",
             receipt.index + 1, layer_count, receipt.loss, receipt.seconds, receipt.size / 1e6, receipt.sha256[:12],
         )  # fmt: skip
-        for module in receipt.fallbacks:
-            self.logger.warning("`%s.%s` was rounded to nearest: %s", receipt.name, module.name, module.fallback)
+        for line in receipt.fallback_lines():
+            self.logger.warning("%s", line)

@@ -21,7 +21,7 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.utilities.urls import url_for
 
-from tasks.report import LayerReceipt, Report
+from tasks.report import TOLD_ONE_BY_ONE, LayerReceipt, Report
 
 SECONDS_BETWEEN_UPDATES = 2.0
 SECONDS_TO_DELIVER_THE_LAST = 10.0
@@ -158,7 +158,9 @@ def table(receipts: Sequence[LayerReceipt]) -> list[dict[str, Any]]:
             "tokens": receipt.tokens,
             "seconds": receipt.seconds,
             "bytes": receipt.size,
-            "fallbacks": ", ".join(module.name for module in receipt.fallbacks),
+            "fallbacks": ", ".join(module.name for module in receipt.fallbacks)
+            if len(receipt.fallbacks) <= TOLD_ONE_BY_ONE
+            else f"{len(receipt.fallbacks)} modules",
             "sha256": receipt.sha256[:12],
         }
         for receipt in receipts
@@ -186,10 +188,10 @@ def markdown(report: Report, title: str, flow_run_id: UUID, key: str) -> str:
     lines += ["", "The checkpoint may be removed once the model is where it belongs."]
     worst = sorted(report.layers, key=lambda receipt: receipt.loss, reverse=True)[:3]
     lines += ["", "Highest losses: " + ", ".join(f"`{receipt.name}` {receipt.loss:.3e}" for receipt in worst)]
-    fallbacks = [(receipt.name, module) for receipt in report.layers for module in receipt.fallbacks]
+    fallbacks = [line for receipt in report.layers for line in receipt.fallback_lines()]
     if fallbacks:
         lines += ["", "## Rounded to nearest instead", ""]
-        lines += [f"- `{layer}.{module.name}`: {module.fallback}" for layer, module in fallbacks]
+        lines += [f"- {line}" for line in fallbacks]
     links = [("Flow run", url_for("flow-run", flow_run_id)), ("All layers", _artifact_url(f"{key}-layers"))]
     shown = [f"[{name}]({url})" for name, url in links if url]
     return "\n".join([*lines, "", " · ".join(shown)] if shown else lines)

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from tasks.models.layer_names import is_for_further_tokens
 from tasks.output_directory import GGUF_FILE
 from tasks.schemes import LAYOUTS
 
@@ -68,6 +69,7 @@ def _from_tensors(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     if quantization is not None:
         del config.quantization_config
         tensors = _dense(path, tensors, quantization)
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_for_further_tokens(name, config)}
     model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None,
         config=config,

@@ -116,15 +116,15 @@ def _add_adapter(run: running.Run, rank: int, export: Export) -> None:
 
 
 def outer_names(run: running.Run) -> list[str]:
-    """Tensors outside the layers that the output holds: never a head that is tied to the embeddings."""
-    names = list(run.decoder.outer_tensor_names)
+    """Tensors outside the layers that the output holds, heads for further tokens too; never a tied head."""
+    names = [*run.decoder.outer_tensor_names, *run.decoder.carried_tensor_names]
     if run.source.config.get("tie_word_embeddings"):
         names = [name for name in names if name != "lm_head.weight"]
     return names
 
 
 def _add_descriptions(run: running.Run, export: Export) -> None:
-    described = run.scheme.quantization_config()
+    described = run.scheme.leave_out(run.scheme.quantization_config(), run.decoder.kept_modules)
     export.add_bytes("config.json", config_of(run.source.config, described))
     if described["quant_method"] in ("gptq", "awq", "qqq", "paroquant"):  # their families' own programs read this file
         export.add_bytes("quantize_config.json", json_bytes(described))

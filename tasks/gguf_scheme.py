@@ -83,6 +83,9 @@ class GGUFScheme(Scheme):
     def statistic_bytes(self, in_features: int) -> int:
         return 8 * in_features if self.gguf_config.imatrix else 0
 
+    def sum_bytes(self, in_features: int) -> int:
+        return self.statistic_bytes(in_features)
+
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
         if not self.gguf_config.imatrix:
             return Prepared(None, "gguf")

@@ -2,6 +2,7 @@
 
 import operator
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +24,9 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "preprocessors": ((None, []), "quantization preprocessor chains"),
     "offload_to_disk": ((True, None), "a checkpointed run that keeps everything in memory"),
 }
+
+
+MEMORY_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kKMGT])(?P<binary>i?)B?")
 
 
 class _Frozen(BaseModel):
@@ -177,7 +181,7 @@ class AWQConfig(_Quantization):
     # The search over clipped ranges below looks at the inputs; the grid's own, which doesn't, is for other methods.
     mse: ClassVar[float] = 0.0
 
-    method: Literal["awq"] = "awq"
+    method: Literal["awq"] = Field("awq", description="AWQ, which needs calibration data.")
     bits: Literal[4, 8] = Field(4, description="Code width; layout awq holds 4.")
     group_size: Annotated[int, Field(ge=-1)] = Field(
         128, description="Input columns per scale; -1 is one scale per output channel."
@@ -315,7 +319,7 @@ class GGUFConfig(_Quantization):
 class EXL3Config(_Quantization):
     """EXL3: weights made Gaussian by Hadamard matrices, then coded by a trellis (QTIP, arXiv 2406.11235)."""
 
-    method: Literal["exl3"] = "exl3"
+    method: Literal["exl3"] = Field("exl3", description="EXL3, which needs calibration data.")
     bits: float = Field(
         3.0,
         ge=2.0,
@@ -330,6 +334,10 @@ class EXL3Config(_Quantization):
         "auto",
         description="Whether output channels get scales; `auto`: unless few input channels carry the activations.",
     )
+    compiled: bool = Field(
+        False,
+        description="Search on CPUs with code made by torch.compile, about twice as fast up to 5 bits; needs a C++ compiler.",
+    )
     sigma_reg: float = Field(
         0.025, gt=0.0, lt=1.0, description="Share of the Hessian's mean diagonal added to it before it is factored."
     )
@@ -339,9 +347,9 @@ class EXL3Config(_Quantization):
 # the same and more.
 Quantization = Annotated[
     RTNConfig
+    | QQQConfig
     | GPTQConfig
     | AWQConfig
-    | QQQConfig
     | FP8Config
     | BitsAndBytesConfig
     | GGUFConfig
@@ -475,6 +483,11 @@ class QuantizationJob(_Frozen):
         "auto",
         description="`auto` takes every visible GPU, else the CPU; or a list such as cuda:0, cuda:1 or cpu, cpu.",
     )
+    memory_limit: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Memory that each device, or the host where it computes, may use (`24GB`, `16GiB`, or bytes); all "
+        "that it has, unless given. Fewer experts are quantized side by side then, with the same result.",
+    )
     offload_directory: PathText | None = Field(
         None, description="Scratch that `checkpoint.path=auto` may use as its root."
     )
@@ -490,6 +503,18 @@ class QuantizationJob(_Frozen):
     @classmethod
     def _gptq_unless_named(cls, quantization: Any) -> Any:
         return {"method": "gptq", **quantization} if isinstance(quantization, dict) else quantization
+
+    @field_validator("memory_limit", mode="before")
+    @classmethod
+    def _bytes_of_text(cls, limit: Any) -> Any:
+        """`24GB` as people write it is 24000000000."""
+        if not isinstance(limit, str) or limit.isdecimal():
+            return limit
+        match = MEMORY_SIZE.fullmatch(limit.strip())
+        if match is None:
+            raise ValueError(f"memory_limit {limit!r} is no size; write `24GB`, `16GiB`, or bytes")
+        binary = 1024 if match["binary"] else 1000
+        return int(float(match["number"]) * binary ** ("KMGT".index(match["unit"].upper()) + 1))
 
     @field_validator("devices", mode="before")
     @classmethod

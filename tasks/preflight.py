@@ -6,6 +6,7 @@ Nothing is written, no tensor is read, and Prefect is not asked. What passes com
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -18,6 +19,7 @@ from tasks.devices import DevicePool
 from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
 from tasks.models.decoder import SUPPORTED, Decoder, is_supported
+from tasks.models.layer_names import ROUTERS
 from tasks.models.source import SourceError, SourceModel
 from tasks.places import (
     REPORT_FILE,
@@ -36,6 +38,7 @@ from tasks.schemes import Scheme, needs_activations, scheme_of
 RECORD_BYTES_PER_MODULE = 1000
 REPORT_BYTES_PER_MODULE = 300
 FINITE_CHECK_BYTES = 8 << 20  # beside a tensor that is looked at for NaN
+EXPERT_NUMBER = re.compile(r"(?<=experts)\.\d+\.")
 LAYER_WEIGHT = re.compile(r"(?:.+\.)?layers\.\d+\.(.+)\.weight")
 
 
@@ -125,11 +128,23 @@ class _Findings:
 
     def look_at_shapes(self) -> None:
         """What the layout can't hold, and what it needs that is not installed."""
-        if self.source is not None:
-            shapes = self._linear_shapes()
-            self.problems += scheme_of(self.job.quantization, self.source).problems(shapes)
-            if self.job.adapter is not None:
-                self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)
+        if self.source is None:
+            return
+        scheme, shapes = scheme_of(self.job.quantization, self.source), self._linear_shapes()
+        self.problems += scheme.problems(shapes)
+        has_experts = self.decoder is not None and self.decoder.has_experts
+        if scheme.scales_layers and has_experts:
+            self.problems.append(
+                f"method `{self.job.quantization.method}` scales what enters a layer's experts, which their router reads "
+                f"too: mixtures of experts are not supported by it; use `gptq`, or a method without calibration"
+            )
+        if self.job.adapter is not None:
+            self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)
+            if has_experts:
+                self.problems.append(
+                    f"adapter `{self.job.adapter.method}` is not supported for mixtures of experts, whose loaders have no "
+                    f"place for one per expert; leave it out"
+                )
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(N, K) by name within a layer; of a source that makes no decoder, what its headers tell of matrices."""
@@ -138,8 +153,8 @@ class _Findings:
         found = {}
         for name, info in (self.source.tensors if self.source is not None else {}).items():
             match = LAYER_WEIGHT.fullmatch(name)
-            if match and len(info.shape) == 2:
-                found[match[1]] = (info.shape[0], info.shape[1])
+            if match and len(info.shape) == 2 and match[1].rpartition(".")[2] not in ROUTERS:
+                found[EXPERT_NUMBER.sub(".*.", match[1])] = (info.shape[0], info.shape[1])
         return found
 
     def plan(self) -> Plan | None:
@@ -152,7 +167,8 @@ class _Findings:
         except ValueError:  # a shape that the layout can't hold, which is in `problems`
             return None
         tensors = self.source.tensors
-        outer = sum(tensors[name].size_bytes for name in self.decoder.outer_tensor_names)
+        outer_names = (*self.decoder.outer_tensor_names, *self.decoder.carried_tensor_names)
+        outer = sum(tensors[name].size_bytes for name in outer_names)
         in_layers = sum(
             tensors[name].size_bytes
             for layer in range(self.decoder.layer_count)
@@ -168,7 +184,7 @@ class _Findings:
             if name.removeprefix(f"{self.decoder.layer_name(layer)}.").rpartition(".")[0]
             not in self.decoder.linear_shapes(layer)
         )
-        outer_after = scheme.other_bytes(self.decoder.outer_tensor_names)
+        outer_after = scheme.other_bytes(outer_names)
         adapter = self._adapter_bytes(self.decoder)
         layers_after = sum(kind.bytes_after for kind in modules) + carried_after + adapter
         try:
@@ -284,14 +300,16 @@ class _Findings:
         host = max(host, largest + FINITE_CHECK_BYTES, scheme.outer_peak_bytes(outer))
         if is_chain:  # before the first layer the embedding is loaded, and nothing else but what it makes
             host = max(host, largest + between_layers)
+        limit = self.job.memory_limit or sys.maxsize
+        host_total = DevicePool.resolve(("cpu",)).devices[0].memory_bytes
         return Memory(
             layer_bytes=layer,
             statistics_bytes=statistics,
             least_bytes=least,
             device_peak_bytes=on_device,
-            device_total_bytes=min(slot.memory_bytes for slot in pool.devices),
+            device_total_bytes=min(limit, *(slot.memory_bytes for slot in pool.devices)),
             host_peak_bytes=host,
-            host_total_bytes=DevicePool.resolve(("cpu",)).devices[0].memory_bytes,
+            host_total_bytes=min(limit, host_total) if device.type == "cpu" else host_total,
         )
 
     def _notes(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[str]:
@@ -325,5 +343,5 @@ def _memory_problems(memory: Memory, devices: tuple[str, ...]) -> Iterator[str]:
         held = "the largest layer and its statistics need" if memory.statistics_bytes else "the largest module needs"
         yield (
             f"{held} {size(memory.least_bytes)} of memory, {devices[0]} has {size(memory.device_total_bytes)}; use a "
-            f"device with more memory"
+            f"device with more memory, or raise memory_limit"
         )

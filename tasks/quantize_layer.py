@@ -169,7 +169,8 @@ def _stage_adapter(work: LayerWork, name: str) -> str | None:
 def _receipt(run: running.Run, work: LayerWork, key: str, ref: ObjectRef, adapter: str | None) -> LayerReceipt:
     modules = []
     compensated = work.adapter.modules if work.adapter is not None else {}
-    for subset, outcome in work.outcomes.items():
+    for subset in run.decoder.subsets(work.layer):  # not in the order in which the pool was done
+        outcome = work.outcomes[subset]
         for module in subset:
             modules.append(
                 ModuleReport(
@@ -186,5 +187,7 @@ def _receipt(run: running.Run, work: LayerWork, key: str, ref: ObjectRef, adapte
         index=work.layer, name=run.decoder.layer_name(work.layer), key=key, sha256=ref.sha256, size=ref.size, loss=loss,
         adapter_sha256=adapter,
         tokens=max((module.tokens for module in modules), default=0), seconds=round(run.end_layer(), 3),
-        modules=tuple(modules),
+        modules=tuple(modules), expert_tokens=tuple(
+            work.outcomes[before].tokens for before, _ in run.decoder.experts(work.layer) if run.needs_activations
+        ),
     )  # fmt: skip

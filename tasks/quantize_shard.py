@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from prefect import task
@@ -26,10 +26,14 @@ from torch import Tensor, nn
 from tasks import running
 from tasks.adapters import LayerAdapter
 from tasks.execution_plan import LANES, UNIT_ROWS
+from tasks.expert_groups import cost, group_size, quantize_subset
 from tasks.methods.gptq import HessianError
 from tasks.methods.grid import WeightError
+from tasks.models.experts import group_experts
 from tasks.models.staged import StagedForward
 from tasks.schemes import Prepared, Rows, Statistic, UnitRows
+
+T = TypeVar("T")
 
 
 def lane_batches(batch_count: int) -> list[range]:
@@ -37,15 +41,34 @@ def lane_batches(batch_count: int) -> list[range]:
     return [range(batch_count * lane // LANES, batch_count * (lane + 1) // LANES) for lane in range(LANES)]
 
 
-def shares(costs: Mapping[str, int], device_count: int) -> list[list[str]]:
-    """Which modules each device quantizes: the costliest first, each to the device with the least to do."""
-    assigned: list[list[str]] = [[] for _ in range(device_count)]
+def shares(costs: Mapping[T, int], device_count: int) -> list[list[T]]:
+    """Which modules, or subsets, each device quantizes: the costliest first, each to the device with the least to do."""
+    assigned: list[list[T]] = [[] for _ in range(device_count)]
     loads = [0] * device_count
     for name in sorted(costs, key=lambda name: -costs[name]):
         device = loads.index(min(loads))
         assigned[device].append(name)
         loads[device] += costs[name]
     return assigned
+
+
+class LaneSum:
+    """The sum of a subset's lanes, merged in their order whoever hands them in first."""
+
+    def __init__(self) -> None:
+        self.total: Statistic | None = None
+        self._waiting: dict[int, Statistic | None] = {}
+        self._next_lane = 0
+
+    def offer(self, lane: int, statistic: Statistic | None) -> None:
+        self._waiting[lane] = statistic
+        while self._next_lane in self._waiting:
+            ready = self._waiting.pop(self._next_lane)
+            self._next_lane += 1
+            if self.total is None:
+                self.total = ready
+            elif ready is not None:
+                self.total.merge(ready)
 
 
 class SiblingFailed(RuntimeError):
@@ -79,9 +102,7 @@ class LayerWork:
         self.diverged: dict[int, str] = {}
         self._barrier = threading.Barrier(self.device_count)
         self._lock = threading.Lock()
-        self._total: Statistic | None = None
-        self._waiting: dict[int, Statistic | None] = {}
-        self._next_lane = 0
+        self._sums: dict[tuple[str, ...], LaneSum] = {}
 
     @contextmanager
     def guarded(self, slot: int) -> Iterator[None]:
@@ -113,17 +134,10 @@ class LayerWork:
         if self._barrier.broken:
             raise threading.BrokenBarrierError
 
-    def offer(self, lane: int, total: Statistic | None) -> None:
-        """Hand in a lane's sum (None for a lane without batches); it is merged when all lanes before it are."""
+    def offer(self, subset: tuple[str, ...], lane: int, statistic: Statistic | None) -> None:
+        """Hand in a lane's sum (None for a lane no token of which reaches the subset); lanes are merged in order."""
         with self._lock:
-            self._waiting[lane] = total
-            while self._next_lane in self._waiting:
-                ready = self._waiting.pop(self._next_lane)
-                self._next_lane += 1
-                if self._total is None:
-                    self._total = ready
-                elif ready is not None:
-                    self._total.merge(ready)
+            self._sums.setdefault(subset, LaneSum()).offer(lane, statistic)
 
     def collect(self, subset: tuple[str, ...], rows: list[int]) -> None:
         """Cut the finished units into the modules of the subset; say so when error feedback had diverged."""
@@ -144,10 +158,15 @@ class LayerWork:
         with self._lock:
             self.quantized[name] = rows
 
-    def take_total(self) -> Statistic | None:
-        """The statistic of all lanes, ready for the next subset's."""
-        total, self._total, self._next_lane = self._total, None, 0
-        return total
+    def settle(self, subset: tuple[str, ...], outcome: Prepared) -> None:
+        """Take in what became of a subset, without the state that its modules were quantized with."""
+        with self._lock:
+            self.outcomes[subset] = replace(outcome, state=None)
+
+    def take_total(self, subset: tuple[str, ...]) -> Statistic | None:
+        """The statistic of all lanes; None when no token reached the subset."""
+        with self._lock:
+            return self._sums.pop(subset).total
 
 
 @task(name="quantize-shard", task_run_name="layer {layer} device {device}", persist_result=False, cache_policy=NO_CACHE)
@@ -186,10 +205,20 @@ class Shard:
         module = decoder.materialise(self.work.layer, self.device, self.dtype)
         if self.number == 0:
             self._check_weights(module)
-        with StagedForward(module, self.subsets, self._calls()) as staged:
-            for subset in self.subsets:
-                self._sum_up(staged, subset)
-                self.work.meet()
+        size = group_size(self.run, self.work.layer)
+        group_experts(module, size)
+        stages = decoder.stages(self.work.layer, size)
+        in_order = [subset for stage in stages for subset in stage]
+        with StagedForward(module, in_order, self._calls(), stages) as staged:
+            for stage in stages:
+                for subset in stage:
+                    self._sum_up(staged, subset)
+                    # Subset by subset: no more lanes than one subset's wait for others.
+                    self.work.meet()
+                if len(stage) > 1:
+                    self._quantize_group(module, stage)
+                    continue
+                (subset,) = stage
                 if self.number == 0:
                     self._prepare(subset)
                 self.work.meet()
@@ -235,24 +264,21 @@ class Shard:
 
     def _sum_up(self, staged: StagedForward, subset: tuple[str, ...]) -> None:
         features = self.shapes[subset[0]][1]
-        sums: dict[int, Statistic] = {}
-        lane_before = None
-        for call, x_BTK in staged.advance(subset):
+        lanes = list(range(self.number, LANES, self.work.device_count))
+        statistic: Statistic | None = None
+        for call, _ in staged.advance(subset):
             self.work.check()
             lane, batch = self.batches[call]
-            if lane != lane_before and lane_before is not None:
-                self.work.offer(lane_before, sums.pop(lane_before))
-            lane_before = lane
-            mask_BT = self.run.calibration_batch(batch).attention_mask
-            real = x_BTK.reshape(-1, features) if bool(mask_BT.all()) else x_BTK[mask_BT.to(x_BTK.device)]
-            if lane not in sums:
-                sums[lane] = self._statistic(features)
-            sums[lane].add(real)
-        if lane_before is not None:
-            self.work.offer(lane_before, sums.pop(lane_before))
-        for lane in range(self.number, LANES, self.work.device_count):
-            if not self.lanes[lane]:
-                self.work.offer(lane, None)
+            while lanes[0] != lane:
+                self.work.offer(subset, lanes.pop(0), statistic)
+                statistic = None
+            real_TK = staged.real_tokens(call, subset, self.run.calibration_batch(batch).attention_mask)
+            if len(real_TK):
+                statistic = statistic or self._statistic(features)
+                statistic.add(real_TK)
+        while lanes:
+            self.work.offer(subset, lanes.pop(0), statistic)
+            statistic = None
 
     def _statistic(self, features: int) -> Statistic:
         statistic, adapter = self.run.scheme.statistic(features, self.device), self._observing_adapter
@@ -270,7 +296,7 @@ class Shard:
         self.work.outcomes[subset] = replace(self.work.prepared, state=None)
 
     def _prepared(self, subset: tuple[str, ...]) -> Prepared:
-        total = self.work.take_total()
+        total = self.work.take_total(subset)
         # The peak of a layer: what the forward has freed must not lie under it.
         running.return_freed_memory()
         if (adapter := self._observing_adapter) is not None:
@@ -297,6 +323,30 @@ class Shard:
         work.meet()
         self._replace_weights(module, subset)
 
+    def _quantize_group(self, module: nn.Module, stage: tuple[tuple[str, ...], ...]) -> None:
+        """Quantize this device's share of a group of experts, then put what a loader will see into this device's module."""
+        work, scheme = self.work, self.run.scheme
+        costs = {subset: cost(subset, self.shapes) for subset in stage}
+        for subset in shares(costs, work.device_count)[self.number]:
+            work.check()
+            prepared = scheme.prepare(work.take_total(subset), self.run.calibration_tokens, self._full(subset[0]))
+            if prepared.state is not None:
+                prepared = replace(prepared, state=prepared.state.to(self.device))
+            if scheme.quantizes_units:
+                weights = [weight_of(module, name) for name in subset]
+                modules, prepared = quantize_subset(scheme, weights, prepared, UNIT_ROWS)
+                for name, rows in zip(subset, modules, strict=True):
+                    work.keep(name, rows)
+            else:
+                for name in subset:
+                    self._quantize_module(name, prepared.state)
+            work.settle(subset, prepared)
+            self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
+        work.meet()
+        if scheme.quantizes_units or scheme.replaces_weights:
+            for subset in stage:
+                self._replace_weights(module, subset)
+
     def _quantize_units(self, weights: list[Tensor], state: Any) -> None:
         for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
             weight_NK = rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
@@ -311,21 +361,25 @@ class Shard:
         costs = {name: self.shapes[name][0] * self.shapes[name][1] for subset in subsets for name in subset}
         for name in shares(costs, work.device_count)[self.number]:
             work.check()
-            full = self._full(name)
-            weight_NK = self.run.source.load([f"{full}.weight"], self.device)[f"{full}.weight"]
-            try:
-                rows = self.run.scheme.quantize(full, weight_NK, state)
-            except WeightError as error:
-                raise WeightError(f"`{full}`: {error}") from error
-            work.keep(name, rows)
-            del weight_NK
-            running.return_freed_memory()  # or the next module's peak would lie on top of what this one has freed
-            self.run.tell(name, rows.loss)
+            self.run.tell(name, self._quantize_module(name, state))
         work.meet()
         if self.number == 0:
             for subset in subsets:
                 work.outcomes.setdefault(subset, self.run.scheme.prepare(None, 0, self._full(subset[0])))
         work.meet()
+
+    def _quantize_module(self, name: str, state: Any) -> float:
+        """Quantize one module from the source's own weights; its loss."""
+        full = self._full(name)
+        weight_NK = self.run.source.load([f"{full}.weight"], self.device)[f"{full}.weight"]
+        try:
+            rows = self.run.scheme.quantize(full, weight_NK, state)
+        except WeightError as error:
+            raise WeightError(f"`{full}`: {error}") from error
+        self.work.keep(name, rows)
+        del weight_NK
+        running.return_freed_memory()  # or the next module's peak would lie on top of what this one has freed
+        return rows.loss
 
     def _replace_weights(self, module: nn.Module, subset: tuple[str, ...]) -> None:
         """Put what a loader will see into this device's module; before that, make its share of the adapter."""

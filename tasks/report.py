@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 REPORT_FILE = "quantization_report.json"
+TOLD_ONE_BY_ONE = 8
 
 
 class _Record(BaseModel):
@@ -38,10 +39,27 @@ class LayerReceipt(_Record):
     tokens: int
     seconds: float
     modules: tuple[ModuleReport, ...]
+    expert_tokens: tuple[int, ...] = Field(
+        (), description="Calibration tokens that reached each expert, by its number."
+    )
 
     @property
     def fallbacks(self) -> tuple[ModuleReport, ...]:
         return tuple(module for module in self.modules if module.fallback is not None)
+
+    def fallback_lines(self) -> list[str]:
+        """What was rounded to nearest, and why: module by module, but in one line where a reason holds for many."""
+        by_reason: dict[str | None, list[str]] = {}
+        for module in self.fallbacks:
+            by_reason.setdefault(module.fallback, []).append(f"`{self.name}.{module.name}`")
+        lines = []
+        for reason, names in by_reason.items():
+            if len(names) > TOLD_ONE_BY_ONE:  # experts without tokens come by the hundred
+                others = len(names) - 1
+                lines.append(f"{names[0]} and {others} more modules of the layer were rounded to nearest: {reason}")
+            else:
+                lines += [f"{name} was rounded to nearest: {reason}" for name in names]
+        return lines
 
 
 class Report(_Record):

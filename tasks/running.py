@@ -94,6 +94,11 @@ class Run:
     def needs_activations(self) -> bool:
         return needs_activations(self.job)
 
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes that a device, or the host where it computes, may use; None for all that it has."""
+        return self.job.memory_limit
+
     @cached_property
     def scheme(self) -> schemes.Scheme:
         """How the job's method is carried out on its source."""

@@ -51,9 +51,8 @@ class ScaledShard(Shard):
         work.meet()
         for subset in self.subsets:
             self._quantize_scaled(module, subset)
-        parameters = dict(module.named_parameters())
         for full, tensor in work.folded.items():
-            parameters[full.removeprefix(self._full(""))].data.copy_(tensor)
+            module.get_parameter(full.removeprefix(self._full(""))).data.copy_(tensor)
         with StagedForward(module, (), self._calls()) as staged:
             self._hand_on(staged)
 

@@ -8,7 +8,7 @@ because a subset's linears share one statistic. The others get whole modules in 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from types import ModuleType
@@ -55,6 +55,8 @@ LAYOUTS: dict[str, ModuleType] = {
     "exl3": exl3_layout,
     "paroquant": paroquant_layout,
 }
+# An expert that fewer tokens reach is rounded to nearest: a Hessian of so few fits them, and nothing else.
+FEWEST_TOKENS = 16
 # A K x K Hessian while it is factored: the sum in float32 and its copy in float64 (`tasks.methods.hessian`).
 BYTES_PER_HESSIAN_ENTRY = 4 + 8
 
@@ -167,6 +169,10 @@ class Scheme:
         """Most bytes that a subset's statistic takes until it is prepared."""
         return 0
 
+    def sum_bytes(self, in_features: int) -> int:
+        """Bytes of the sum over the inputs of a subset, as it waits to be prepared."""
+        return 0
+
     def statistics_bytes(self, in_features: Iterable[int]) -> int:
         """Most bytes of statistics that are alive at once in a layer whose subsets have these widths."""
         return max(map(self.statistic_bytes, in_features))
@@ -205,6 +211,15 @@ class Scheme:
     def written_beside_weights(self) -> dict[str, Any]:
         """What else of the source than config.json and tensors decides the export's bytes, as plain values."""
         return {}
+
+    def leave_out(self, described: dict[str, Any], modules: Sequence[str]) -> dict[str, Any]:
+        """`quantization_config` with modules that are as in the source, for readers that would take them for packed."""
+        lists = {
+            key: [*described[key], *modules]
+            for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
+            if isinstance(described.get(key), list)
+        }
+        return described | lists
 
     # What preflight asks
 
@@ -307,9 +322,12 @@ class HessianScheme(Scheme):
     def statistic_bytes(self, in_features: int) -> int:
         return in_features**2 * BYTES_PER_HESSIAN_ENTRY
 
+    def sum_bytes(self, in_features: int) -> int:
+        return 4 * in_features**2
+
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
         tokens = total.tokens if total is not None else 0
-        if tokens == 0 or tokens < self.fallback_tokens * all_tokens:
+        if tokens < max(FEWEST_TOKENS, self.fallback_tokens * all_tokens):
             return Prepared(None, "rtn", tokens, None, f"{tokens} of {all_tokens} calibration tokens reached it")
         try:
             factor = gptq.factor_hessian(total.hessian(), self.factoring)

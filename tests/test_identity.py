@@ -72,6 +72,7 @@ MATTERS: dict[str, tuple[Any, str]] = {
     "quantization.exl3.bits": (4.5, "quantization"),
     "quantization.exl3.codebook": ("mul1", "quantization"),
     "quantization.exl3.out_scales": ("never", "quantization"),
+    "quantization.exl3.compiled": (True, "quantization"),
     "quantization.exl3.sigma_reg": (0.05, "quantization"),
     "quantization.gguf.quant_type": ("q8_0", "quantization"),
     "quantization.gguf.imatrix": (True, "quantization"),
@@ -124,6 +125,7 @@ DOES_NOT_MATTER: dict[str, Any] = {
     "checkpoint.strict_device_check": False,
     "checkpoint.allow_network_filesystem": True,
     "offload_directory": "elsewhere",
+    "memory_limit": "24GB",
     "telemetry.device": True,
 }
 

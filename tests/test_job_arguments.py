@@ -108,8 +108,8 @@ def test_every_option_reaches_its_field() -> None:
         ("gguf --quant-type q6_k --strict --imatrix", GGUFConfig(quant_type="q6_k", strict=True, imatrix=True)),
         ("exl3 --bits 4", EXL3Config(bits=4)),
         (
-            "exl3 --bits 2.5 --codebook mul1 --out-scales never --sigma-reg 0.05",
-            EXL3Config(bits=2.5, codebook="mul1", out_scales="never", sigma_reg=0.05),
+            "exl3 --bits 2.5 --codebook mul1 --out-scales never --sigma-reg 0.05 --compiled",
+            EXL3Config(bits=2.5, codebook="mul1", out_scales="never", sigma_reg=0.05, compiled=True),
         ),
         (
             "bitsandbytes --quant-type fp4 --no-double-quant --compute-dtype float32",
@@ -127,7 +127,7 @@ def test_no_field_of_the_job_lacks_an_option() -> None:
     reachable = {action.dest for action in parser._actions}
     methods = {f"quantization.{name}" for model in METHODS.values() for name in model.model_fields if name != "method"}
     others = {f"{section}.{name}" for section, model in SECTIONS.items() for name in model.model_fields}
-    whole = {"model", "output", ".devices", ".offload_directory", ".seed"}
+    whole = {"model", "output", ".devices", ".memory_limit", ".offload_directory", ".seed"}
     assert methods | others | whole <= reachable
     assert set(QuantizationJob.model_fields) == {name.lstrip(".") for name in whole} | set(SECTIONS) | {"quantization"}
 

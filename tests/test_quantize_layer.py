@@ -1,9 +1,5 @@
 """One layer across pools of any size, without Prefect: the shards are called on threads of this process."""
 
-import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint_store.objects import ObjectRef
-from checkpoint_store.session import CheckpointSession
-from tasks import calibration, quantize_layer, quantize_shard, running
-from tasks.devices import DevicePool
+from tasks import quantize_layer, quantize_shard
 from tasks.execution_plan import LANES
 from tasks.formats import gptq as layout
-from tasks.job import GPTQConfig, QuantizationJob, RTNConfig
+from tasks.job import GPTQConfig, RTNConfig
 from tasks.methods import gptq, rtn
 from tasks.methods.gptq import HessianError
-from tasks.models.decoder import Decoder
-from tasks.models.source import SourceModel
-from tasks.quantize_shard import LayerWork, SiblingFailed, lane_batches
+from tasks.quantize_shard import SiblingFailed, lane_batches
 from tests.flow_jobs import tiny_job
+from tests.layer_runs import assert_equal, finished_layer, open_run, run_shards
 from tests.tiny_models import write_tiny_llama
 
 POOLS = (1, 2, 3, 5)
@@ -41,62 +34,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def many_small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that cut through modules, so that a tiny layer has several."""
     monkeypatch.setattr(quantize_shard, "UNIT_ROWS", 48)
-
-
-@contextmanager
-def open_run(job: QuantizationJob) -> Iterator[running.Run]:
-    """The state that the flow sets up for its tasks, up to the first layer."""
-    source = SourceModel.open(job.model)
-    decoder = Decoder.from_source(source)
-    samples = None
-    if running.needs_activations(job):
-        assert job.calibration is not None
-        samples = calibration.prepare(job.calibration, source.path, seed=0)
-    root = Path(job.checkpoint.path)
-    with CheckpointSession.open(root, job.checkpoint, {}, layer_count=decoder.layer_count) as session:
-        run = running.Run(
-            job=job, logger=logging.getLogger(__name__), root=root, output=Path(job.output), model_name="tiny",
-            source=source, decoder=decoder, pool=DevicePool.resolve(job.devices),
-            calibration=samples, identity_digest="abc", cpu_threads=1, session=session, started=0.0,
-        )  # fmt: skip
-        if samples is not None:
-            run.hidden = [decoder.embed(batch.input_ids) for batch in samples.batches]
-        with running.opened(run):
-            yield run
-
-
-def run_shards(run: running.Run, layer: int) -> tuple[LayerWork, list[BaseException]]:
-    """All shards of a layer at once; what they left and every error that came out of one."""
-    run.work = work = LayerWork(run, layer)
-    errors: list[BaseException] = []
-
-    def shard(device: int) -> None:
-        try:
-            quantize_shard.quantize_shard.fn(layer, device)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=shard, args=(device,)) for device in range(work.device_count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "a shard waits for one that is gone"
-    return work, errors
-
-
-def finished_layer(model: Path, place: Path, devices: int, **options: Any) -> tuple[LayerWork, dict[str, Tensor]]:
-    job = tiny_job(model, place, devices=("cpu",) * devices, root=f"root-{devices}", **options)
-    with open_run(job) as run:
-        work, errors = run_shards(run, 0)
-        assert errors == []
-        return work, quantize_layer.pack(run, work)
-
-
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]), name
 
 
 @given(st.integers(0, 200))

@@ -8,9 +8,7 @@ over stand-ins that only hand the hidden states on. Legend: `B` samples, `T` tok
 
 import copy
 import inspect
-import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,8 +18,10 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tasks.models.folding import PROBED_TOKENS, Folding, find_folding
-from tasks.models.layer_names import LayoutError, linears, names_in_files, unfuse
+from tasks.models.calls import Call, StandIn, call_of_last, on_meta
+from tasks.models.experts import UnfusedExperts
+from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
+from tasks.models.layer_names import LayoutError, is_for_further_tokens, linears, names_in_files, unfuse
 from tasks.models.source import TORCH_DTYPE, SourceError, SourceModel
 from tasks.models.tensor_check import tensor_problems
 
@@ -36,8 +36,6 @@ SUPPORTED = frozenset(
 )  # fmt: skip
 # Of transformers' implementations of experts the one that goes through them one after the other.
 EXPERTS = "eager"
-# Heads that guess further tokens: transformers builds none, programs that serve models use them.
-MULTI_TOKEN_PREDICTION = re.compile(r"(model\.)?mtp[._]")
 # Attributes by which the modules of a layer know its place, which makes it no other kind.
 LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
 
@@ -47,59 +45,21 @@ def is_supported(model_type: object) -> bool:
     return isinstance(model_type, str) and model_type in SUPPORTED
 
 
-class _LayerReached(Exception):
-    """Carries what the model's own forward called a layer with."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.call_args, self.call_kwargs = args, kwargs
-
-
-class _StandIn(nn.Module):
-    """Takes a layer's place in the model's forward: hands the hidden states on, or ends the forward with its call."""
-
-    def __init__(self, layer: nn.Module, is_last: bool) -> None:
-        super().__init__()
-        self._read_attributes_from = (layer,)  # in a tuple: not a submodule
-        self._is_last = is_last
-
-    def __getattr__(self, name: str) -> Any:  # a forward may ask its layers for their type
-        return getattr(self.__dict__["_read_attributes_from"][0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self._is_last:
-            raise _LayerReached(args, kwargs)
-        return args[0] if args else kwargs["hidden_states"]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What a layer was last called with on one device, and for which batch."""
-
-    layer: int
-    shape: torch.Size
-    dtype: torch.dtype
-    attention_mask: Tensor | None  # [B, T]
-    arguments: dict[str, Any]
-
-    def is_like(self, other: "_Call") -> bool:
-        if (self.layer, self.shape, self.dtype) != (other.layer, other.shape, other.dtype):
-            return False
-        if self.attention_mask is None or other.attention_mask is None:
-            return self.attention_mask is other.attention_mask
-        return torch.equal(self.attention_mask, other.attention_mask)
-
-
 @dataclass(frozen=True)
 class _Skeleton:
     layer: nn.Module
     names: dict[str, str]  # the files' name of each tensor by its own, within the layer
 
+    def in_file(self, linear: str) -> str:
+        """The files' name of a linear by its own."""
+        return self.names[f"{linear}.weight"].removesuffix(".weight")
+
 
 @dataclass(frozen=True)
 class LinearKind:
-    """The linears of one name and one shape in all layers, together."""
+    """The linears of one name and one shape in all layers, together; of all experts too."""
 
-    name: str  # within a layer; with its shape where other layers have another under the same name
+    name: str  # within a layer, `*` for the number of an expert; with its shape where other layers have another under the same name
     out_features: int
     in_features: int
     modules: tuple[str, ...]  # full names
@@ -131,7 +91,7 @@ class Decoder:
         own_name = next(name for name, module in model.named_modules() if module is embedding)
         self._embedding_name = self._outer_in_files[f"{own_name}.weight"]
         self._embedding: nn.Module | None = None
-        self._last_calls: dict[torch.device, _Call] = {}
+        self._last_calls: dict[torch.device, Call] = {}
         self._skeletons: dict[int, _Skeleton] = {}
         self._subsets: dict[int, tuple[tuple[str, ...], ...]] = {}
         # Tensors that are another one under a second name, by that other's name.
@@ -193,18 +153,25 @@ class Decoder:
     @cached_property
     def carried_tensor_names(self) -> tuple[str, ...]:
         """Full names of the source's tensors that the model does not use and an export keeps: multi-token prediction."""
-        return tuple(name for name in self.source.tensors if self._is_carried(name))
+        return tuple(name for name in self.source.tensors if is_for_further_tokens(name, self.config))
 
-    def _is_carried(self, name: str) -> bool:
-        beyond = re.match(rf"{re.escape(self._layers_name)}\.(\d+)\.", name)
-        return MULTI_TOKEN_PREDICTION.match(name) is not None or (
-            beyond is not None and 0 <= int(beyond[1]) - self.layer_count < self._extra_layers
+    @cached_property
+    def kept_modules(self) -> tuple[str, ...]:
+        """Full names of the matrices in layers, and of what is carried, that are no linears to quantize: routers."""
+        names = [*self.carried_tensor_names]
+        for i in range(self.layer_count):
+            linears = self.linear_shapes(i)
+            prefix = f"{self.layer_name(i)}."
+            names += [
+                name
+                for name in self.layer_tensor_names(i)
+                if name.removeprefix(prefix).removesuffix(".weight") not in linears
+            ]
+        return tuple(
+            name.removesuffix(".weight")
+            for name in names
+            if name.endswith(".weight") and len(self.source.tensors[name].shape) == 2
         )
-
-    @property
-    def _extra_layers(self) -> int:
-        count = getattr(self.config, "num_nextn_predict_layers", 0)
-        return count if isinstance(count, int) else 0
 
     def _names_in_files(self) -> dict[int, dict[str, tuple[str, ...]]]:
         """For each kind of layer the files' names of its tensors by its own, all within the layer."""
@@ -284,13 +251,50 @@ class Decoder:
             self._subsets[kind] = self._traced_subsets(kind)
         return self._subsets[kind]
 
+    def experts(self, i: int) -> tuple[tuple[Subset, Subset], ...]:
+        """For each expert of layer `i` its subset before and its subset after the activation; empty for a dense layer."""
+        skeleton = self._skeleton(i)
+        return tuple(
+            (
+                tuple(skeleton.in_file(f"{path}.{name}") for name in ups),
+                tuple(skeleton.in_file(f"{path}.{name}") for name in down),
+            )
+            for path, module in skeleton.layer.named_modules()
+            if isinstance(module, UnfusedExperts)
+            for ups, down in module.subsets()
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(self.experts(i) for i in self.layers_of_each_kind)
+
+    def stages(self, i: int, group_size: int) -> tuple[tuple[Subset, ...], ...]:
+        """The subsets of layer `i` in order, those together that are independent: of a group of experts."""
+        experts = self.experts(i)
+        of_experts = {subset for pair in experts for subset in pair}
+        stages: list[tuple[Subset, ...]] = []
+        for subset in self.subsets(i):
+            if subset not in of_experts:
+                stages.append((subset,))
+            elif subset == experts[0][0]:
+                for start in range(0, len(experts), group_size):
+                    group = experts[start : start + group_size]
+                    stages += [tuple(ups for ups, _ in group), tuple(down for _, down in group)]
+        return tuple(stages)
+
     @cached_property
     def linear_kinds(self) -> tuple[LinearKind, ...]:
         """All linears of all layers by name and shape, in the order of execution."""
         modules: dict[tuple[str, int, int], list[str]] = {}
         for i in range(self.layer_count):
+            of_experts = {name for pair in self.experts(i) for subset in pair for name in subset}
             for name, shape in self.linear_shapes(i).items():
-                modules.setdefault((name, *shape), []).append(f"{self.layer_name(i)}.{name}")
+                label = name
+                if name in of_experts:
+                    experts, _, projection = name.rsplit(".", 2)
+                    label = f"{experts}.*.{projection}"
+                modules.setdefault((label, *shape), []).append(f"{self.layer_name(i)}.{name}")
         shapes_of = Counter(name for name, _, _ in modules)
         return tuple(
             LinearKind(name if shapes_of[name] == 1 else f"{name} ({n} x {k})", n, k, tuple(full))
@@ -302,10 +306,10 @@ class Decoder:
         layer = copy.deepcopy(skeleton.layer, {id(self.config): self.config})
         seen: list[tuple[str, Tensor]] = []  # inputs stay alive, so that identity means identity
         for own, linear in linears(layer):
-            name = skeleton.names[f"{own}.weight"].removesuffix(".weight")
+            name = skeleton.in_file(own)
             linear.register_forward_pre_hook(lambda _, args, name=name: seen.append((name, args[0])))
         hidden_BTH = torch.zeros(1, 2, self.config.hidden_size)
-        arguments = _on_meta(self.call_arguments(i, hidden_BTH, None))
+        arguments = on_meta(self.call_arguments(i, hidden_BTH, None))
         layer(hidden_BTH.to("meta"), **arguments)
         subsets: list[list[str]] = []
         previous = None
@@ -371,7 +375,7 @@ class Decoder:
             self._embedding = embedding.requires_grad_(False)
         front = self._front_up_to(0)
         front.set_input_embeddings(self._embedding)
-        args, kwargs = _call_of_last(front, input_ids=input_ids.cpu())
+        args, kwargs = call_of_last(front, input_ids=input_ids.cpu())
         hidden_BTH: Tensor = args[0] if args else kwargs["hidden_states"]
         return hidden_BTH.to(self.source_dtype)
 
@@ -392,9 +396,9 @@ class Decoder:
         if attention_mask_BT is not None:
             attention_mask_BT = attention_mask_BT.to(device)
         last = self._last_calls.get(device)
-        call = _Call(i, hidden_BTH.shape, hidden_BTH.dtype, attention_mask_BT, {})
+        call = Call(i, hidden_BTH.shape, hidden_BTH.dtype, attention_mask_BT, {})
         if last is None or not last.is_like(call):
-            args, kwargs = _call_of_last(
+            args, kwargs = call_of_last(
                 self._front_up_to(i), inputs_embeds=hidden_BTH, attention_mask=attention_mask_BT
             )
             kwargs.update(zip(inspect.signature(self._layers[i].forward).parameters, args, strict=False))
@@ -406,7 +410,7 @@ class Decoder:
         """The model's own forward, its layers replaced by stand-ins of which the last, number `i`, ends it."""
         # The copy holds meta tensors and rotary tables, which some families change while they run.
         front = copy.deepcopy(self._front, {id(self.config): self.config})
-        setattr(front, self._layers_attribute, nn.ModuleList(_StandIn(self._layers[j], j == i) for j in range(i + 1)))
+        setattr(front, self._layers_attribute, nn.ModuleList(StandIn(self._layers[j], j == i) for j in range(i + 1)))
         return front
 
 
@@ -445,27 +449,3 @@ def _fill_buffers(model: PreTrainedModel, module: nn.Module, device: str | torch
         setattr(module, name, torch.empty_like(getattr(module, name), device=device))
     if empty:
         model._init_weights(module)
-
-
-def _call_of_last(front: PreTrainedModel, **inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    try:
-        with torch.no_grad():
-            front(use_cache=False, **inputs)
-    except _LayerReached as reached:
-        return reached.call_args, reached.call_kwargs
-    raise AssertionError(f"{type(front).__name__} ran without calling its layers")
-
-
-def _on_meta(value: Any) -> Any:
-    return map_tensors(value, lambda tensor: tensor.to("meta"))
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """`value` with every tensor in its tuples, lists and dicts replaced by `function` of it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function) for item in value)
-    return value

@@ -89,6 +89,13 @@ class UnfusedExperts(nn.Module):
             activated = fused._apply_gate(torch.cat(outputs, dim=-1))
         return activated
 
+    def subsets(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """For each expert its projections up, and its projection down, by their names within this module."""
+        return [
+            (tuple(f"{number}.{name}" for name in self._up_names), (f"{number}.{self._down_name}",))
+            for number in range(self.num_experts)
+        ]
+
     def _tell(self, arrivals: list[Arrival]) -> None:
         if self.announce is not None and arrivals:
             self.announce(arrivals)
@@ -98,6 +105,14 @@ class UnfusedExperts(nn.Module):
 
     def _down(self, expert: int) -> nn.Module:
         return self.get_submodule(f"{expert}.{self._down_name}")
+
+
+def group_experts(layer: nn.Module, size: int) -> None:
+    """Go through the layer's experts in groups of `size`; of a layer without experts nothing."""
+    for module in layer.modules():
+        if isinstance(module, UnfusedExperts):
+            numbers = tuple(range(module.num_experts))
+            module.groups = tuple(numbers[start : start + size] for start in range(0, len(numbers), size))
 
 
 def fused_experts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:

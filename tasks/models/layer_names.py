@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tasks.models.experts import UnfusedExperts, experts_in, fused_experts, why_not_unfused
@@ -16,6 +16,11 @@ from tasks.models.experts import UnfusedExperts, experts_in, fused_experts, why_
 EXPERT_TENSOR = re.compile(r"(?P<experts>.+)\.(?P<number>\d+)\.(?P<projection>[^.]+)\.weight")
 # Linears that choose between experts or weigh them: small, sensitive, and left alone by every loader's fused layers.
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+
+
+# Heads that guess further tokens: transformers builds none, programs that serve models use them.
+MULTI_TOKEN_PREDICTION = re.compile(r"(model\.)?mtp[._]")
+LAYER_NUMBER = re.compile(r"(?:.+\.)?layers\.(\d+)\.")
 
 
 class LayoutError(ValueError):
@@ -56,6 +61,14 @@ def unfuse(layer: nn.Module, in_files: Mapping[str, tuple[str, ...]]) -> dict[st
     for name, in_file in names.items():
         _alias(layer, name.rpartition(".")[0], in_file.rpartition(".")[0])
     return names
+
+
+def is_for_further_tokens(name: str, config: PreTrainedConfig) -> bool:
+    """Whether a tensor belongs to multi-token prediction: under its own prefix, or in layers after the last."""
+    if MULTI_TOKEN_PREDICTION.match(name):
+        return True
+    layer, extra = LAYER_NUMBER.match(name), getattr(config, "num_nextn_predict_layers", 0)
+    return layer is not None and isinstance(extra, int) and 0 <= int(layer[1]) - config.num_hidden_layers < extra
 
 
 def linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from tasks.models.decoder import EXPERTS, Decoder, layer_list, map_tensors
+from tasks.models.calls import map_tensors
+from tasks.models.decoder import EXPERTS, Decoder, layer_list
 from tasks.models.experts import UnfusedExperts, fused_experts
 from tasks.models.staged import StagedForward
 

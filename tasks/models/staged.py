@@ -48,9 +48,15 @@ class StagedForward:
         layer: nn.Module,
         subsets: Sequence[Sequence[str]],
         calls: Iterable[tuple[Tensor, Mapping[str, Any]]],
+        stages: Sequence[Sequence[Sequence[str]]] = (),
     ) -> None:
+        """`stages` are the subsets again, those together that are taken from one stand of the calls: of a group of
+        experts. Left out, each is taken from a stand of its own.
+        """
         self._layer = layer
         self._subsets = tuple(tuple(subset) for subset in subsets)
+        self._stage = {subset: number for number, subset in enumerate(self._subsets)}
+        self._stage |= {tuple(subset): number for number, stage in enumerate(stages) for subset in stage}
         self._calls: Iterable[tuple[Tensor, Mapping[str, Any]]] = calls
         self._linears = {name: layer.get_submodule(name) for subset in self._subsets for name in subset}
         self._released: set[str] = set()
@@ -91,7 +97,7 @@ class StagedForward:
         names = tuple(subset)
         if names not in self._subsets:
             raise ValueError(f"{names} is not one of the subsets {self._subsets}")
-        before = {name for earlier in self._subsets[: self._subsets.index(names)] for name in earlier}
+        before = {name for other in self._subsets if self._stage[other] < self._stage[names] for name in other}
         if self._released - before:
             raise RuntimeError(f"{names} is already past: subsets are taken in their order")
         self._released |= before

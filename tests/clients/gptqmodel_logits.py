@@ -37,9 +37,8 @@ def load(loader: str, directory: str):
     if loader == "gptqmodel":
         return GPTQModel.load(directory, backend=BACKENDS[method], device="cpu", dtype=torch.float16).model, {}
     # Only the backend is taken from here.
-    chosen = (
-        AwqConfig(backend="torch_awq") if method == "awq" else GPTQConfig(bits=described["bits"], backend="gptq_torch")
-    )
+    is_awq = method == "awq"
+    chosen = AwqConfig(backend="torch_awq") if is_awq else GPTQConfig(bits=described["bits"], backend="gptq_torch")
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, quantization_config=chosen, output_loading_info=True
     )
