@@ -4,9 +4,10 @@
 
 MODEL is SmolLM2-135M-Instruct: the peer's figures hold for it alone. Every setting is quantized by the flow as a user's job
 would be, exported, read back and judged on the first four windows of 512 tokens of the LGPL 2.1, which Debian keeps in
-/usr/share/common-licenses; GPTQ and AWQ look at quality_calibration.jsonl, 32 excerpts of about 1,000 characters of other
-licence texts and of the documentation strings of Python's library. The peer is GPTQModel 7.7.0 on the same texts (torch
-2.13.0 on the CPU, its defaults: group-aware order, damp_percent 0.05). The command fails when a setting loses to the peer.
+/usr/share/common-licenses; GPTQ, AWQ, ParoQuant and adapters look at quality_calibration.jsonl, 32 excerpts of about 1,000
+characters of other licence texts and of the documentation strings of Python's library. The peer is GPTQModel 7.7.0 on the
+same texts (torch 2.13.0 on the CPU, its defaults: group-aware order, damp_percent 0.05). The command fails when a setting
+loses to the peer. QQQ is not here: the model's width of 576 fills no tile of its kernels.
 
 `--directory` keeps exports and checkpoints, so that an interrupted benchmark goes on where it was.
 """
@@ -19,18 +20,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from transformers import AutoTokenizer
 
 from checkpoint_store.config import CheckpointConfig
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model, mean_kl, perplexity
+from tasks.formats import peft
 from tasks.job import (
     AWQConfig,
     BitsAndBytesConfig,
     CalibrationConfig,
+    EoRAConfig,
     FP8Config,
     GGUFConfig,
     GPTQConfig,
+    ParoQuantConfig,
     Quantization,
     QuantizationJob,
     RTNConfig,
@@ -51,6 +56,7 @@ class Setting:
     name: str  # begins with the method
     quantization: Quantization
     peer: float | None = None
+    adapter: EoRAConfig | None = None
 
 
 SETTINGS = (
@@ -70,6 +76,9 @@ SETTINGS = (
     Setting("rtn 4 bit g64 with zero points", RTNConfig(group_size=64, sym=False, checkpoint_format="awq")),
     Setting("awq 4 bit g64", AWQConfig(group_size=64), 33.162),
     Setting("awq 4 bit g64 symmetric", AWQConfig(group_size=64, sym=True)),
+    Setting("paroquant 4 bit g64", ParoQuantConfig(group_size=64)),
+    Setting("gptq 4 bit g64 with adapter", GPTQConfig(group_size=64), adapter=EoRAConfig()),
+    Setting("awq 4 bit g64 with adapter", AWQConfig(group_size=64), adapter=EoRAConfig()),
 )
 # GPTQModel's figure for the source, on the same text.
 PEER_SOURCE = 19.547
@@ -135,6 +144,8 @@ def measure(model: Path, directory: Path, methods: tuple[str, ...] = METHODS) ->
             continue
         report = quantize_model(job(model, directory / setting.name.replace(" ", "-"), setting))
         exported = dense_model(report.output)
+        if setting.adapter is not None:
+            exported = PeftModel.from_pretrained(exported, Path(report.output) / peft.DIRECTORY)
         results.append(
             Result(
                 setting.name,
@@ -153,6 +164,7 @@ def job(model: Path, place: Path, setting: Setting) -> QuantizationJob:
         model=str(model),
         output=str(place / "export"),
         quantization=setting.quantization,
+        adapter=setting.adapter,
         calibration=CalibrationConfig(data=str(CALIBRATION), samples=32, sequence_length=WINDOW),
         checkpoint=CheckpointConfig(path=str(place / "checkpoint")),
     )

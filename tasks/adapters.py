@@ -2,7 +2,8 @@
 
 Covariances are taken where the weights are quantized: from the inputs that the quantized layers before give, without
 their adapters. So the quantized model's bytes are those of a job without an adapter, and no second stream of hidden
-states runs beside the first.
+states runs beside the first. One that goes through base and adapter brought nothing: KL divergence 0.0344 instead of 0.0326
+with the adapter, 0.0515 instead of 0.0509 without (six layers of SmolLM2-135M, GPTQ 4 bit in groups of 64, rank 32).
 """
 
 import copy
@@ -107,6 +108,15 @@ def problems(config: EoRAConfig, quantization: Quantization, shapes: Mapping[str
         yield (
             f"{', '.join(narrow)} of every layer: adapter rank {config.rank} is more than their smaller side; the largest "
             f"that fits is {smallest}"
+        )
+
+
+def notes(shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    """What a reader of the adapter should know beforehand."""
+    if any(".experts." in f".{name}" for name in shapes):
+        yield (
+            "peft finds no experts in transformers' models, which hold them in one tensor, and leaves their part of the "
+            "adapter out; GPTQModel reads it"
         )
 
 

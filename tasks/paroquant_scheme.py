@@ -1,5 +1,6 @@
 """How a model becomes a ParoQuant export: a sample of each subset's inputs, whole modules that learn from it in turn."""
 
+import re
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -13,6 +14,7 @@ from tasks.methods.hessian import ActivationError
 from tasks.models.source import SourceModel
 from tasks.schemes import Prepared, Scheme, Statistic
 
+IN_A_LAYER = re.compile(r"\.\d+\.")
 # Of a module while it learns: weights, their gradient, two moments, the turned, the rounded and what leads back to them.
 FLOATS_PER_WEIGHT = 12
 
@@ -35,9 +37,8 @@ class ParoQuantScheme(Scheme):
     def statistic_bytes(self, in_features: int) -> int:
         config = self.paroquant_config
         rows = config.train_samples + config.validation_samples
-        widest = max(
-            (prod(info.shape) for info in self.source.tensors.values() if info.shape[1:] == (in_features,)), default=0
-        )
+        in_layers = [info.shape for name, info in self.source.tensors.items() if IN_A_LAYER.search(name)]
+        widest = max((prod(shape) for shape in in_layers if shape[1:] == (in_features,)), default=0)
         return 4 * (4 * rows * in_features + FLOATS_PER_WEIGHT * widest)
 
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:

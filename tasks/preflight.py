@@ -314,6 +314,8 @@ class _Findings:
 
     def _notes(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[str]:
         yield from scheme.notes()
+        if self.job.adapter is not None:
+            yield from adapters.notes(self._linear_shapes())
         yield from scheme.layer_notes(decoder)
         if self.job.calibration is not None and self.calibration is None:
             yield f"method `{self.job.quantization.method}` uses no calibration data; what is given is not read"

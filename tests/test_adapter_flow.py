@@ -10,6 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from flows.quantize_model import quantize_model
+from tasks import adapters
 from tasks.evaluate import dense_model
 from tasks.formats import peft
 from tasks.job import AWQConfig, EoRAConfig, GPTQConfig, QQQConfig, Quantization, QuantizationJob, RTNConfig
@@ -158,3 +159,10 @@ def test_the_adapters_config_names_no_place(whole: dict[str, QuantizationJob]) -
     assert described["target_modules"] == sorted(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
+
+
+def test_a_reader_that_leaves_out_the_experts_part_is_told_of() -> None:
+    dense = {"self_attn.q_proj": (64, 64), "mlp.gate_proj": (128, 64)}
+    assert list(adapters.notes(dense)) == []
+    (note,) = adapters.notes(dense | {"mlp.experts.0.gate_proj": (128, 64)})
+    assert "peft finds no experts" in note

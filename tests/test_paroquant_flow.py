@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from flows.quantize_model import quantize_model
 from tasks import running
+from tasks.adapters import root_bytes
 from tasks.evaluate import dense_model
 from tasks.formats import peft
 from tasks.job import EoRAConfig, ParoQuantConfig, QuantizationJob, RTNConfig
@@ -100,6 +101,8 @@ def test_a_plan_foretells_the_bytes_and_bad_shapes_are_refused(
     held = [load_file(path) for path in sorted(Path(whole.output).glob("*.safetensors"))]
     packed = sum(tensor.nbytes for shard in held for name, tensor in shard.items() if "_proj." in name)
     assert sum(kind.bytes_after for kind in plan.modules) == packed
+    # A vocabulary of embeddings learns nothing, and counts for nothing.
+    assert plan.memory.statistics_bytes < 4 * 12 * 128 * 64 + 4 * 4 * 120 * 128 + root_bytes(128) + 1
     bad = tiny_job(model, tmp_path, quantization=ParoQuantConfig(group_size=128))
     with pytest.raises(PreflightError, match="in_features 64 is not a multiple of group_size 128; 64 would fit"):
         check(bad)
