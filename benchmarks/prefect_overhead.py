@@ -4,7 +4,8 @@
 
 A random llama with many tiny layers is quantized twice in this process, on Prefect's server as it is configured or on one
 of its own: through Prefect, and with the same functions called directly. Both stage, publish and export. What Prefect
-costs is the difference of the medians per layer; growth is the last quarter of the layers against the second.
+costs is the difference of the medians per layer; growth is the last quarter of the layers against the first, of which
+the first layers are left out: they load code and fill caches.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from tasks.job import CalibrationConfig, QuantizationJob
 from tasks.quantize_shard import quantize_shard
 
 BUDGET_SECONDS = 0.1
+WARM_UP = 5  # layers
 
 
 def write_model(path: Path, layers: int) -> None:
@@ -59,12 +61,10 @@ def job_on(model: Path, place: Path, devices: int) -> QuantizationJob:
     )
 
 
-class _DirectShards:
-    """`quantize_shard.map` on plain threads."""
-
-    def map(self, layer: Any, devices: list[int]) -> Any:
-        with ThreadPoolExecutor(len(devices)) as threads:
-            list(threads.map(lambda device: quantize_shard.fn(layer.value, device), devices))
+def run_shards_directly(work: Any, layer: int) -> None:
+    """The shards of a layer on plain threads."""
+    with ThreadPoolExecutor(work.device_count) as threads:
+        list(threads.map(lambda slot: quantize_shard.fn(layer, slot), work.slots))
 
 
 class _DirectLayer:
@@ -82,8 +82,7 @@ class _DirectLayer:
 @contextmanager
 def without_prefect() -> Iterator[None]:
     with (
-        mock.patch.object(layer_module, "quantize_shard", _DirectShards()),
-        mock.patch.object(layer_module, "_gather", lambda work, shards: None),
+        mock.patch.object(layer_module, "_run_shards", run_shards_directly),
         mock.patch.object(flow_module, "quantize_layer", _DirectLayer()),
     ):
         yield
@@ -111,20 +110,22 @@ def measured(job: QuantizationJob) -> tuple[list[float], list[int]]:
 
 def report(title: str, seconds: list[float], resident: list[int]) -> None:
     quarter = len(seconds) // 4
-    early, late = statistics.median(seconds[quarter : 2 * quarter]), statistics.median(seconds[-quarter:])
-    grown = (resident[-1] - resident[len(resident) // 4]) / 1e6
+    time_ratio = statistics.median(seconds[-quarter:]) / statistics.median(seconds[WARM_UP:quarter])
+    early, late = statistics.median(resident[WARM_UP:quarter]), statistics.median(resident[-quarter:])
     print(
-        f"{title:<16} median {statistics.median(seconds) * 1000:6.1f} ms a layer; last quarter / second quarter "
-        f"{late / early:.2f}; memory {resident[-1] / 1e6:.0f} MB, {grown:+.1f} MB since the first quarter"
+        f"{title:<16} median {statistics.median(seconds) * 1000:6.1f} ms a layer; last quarter / first quarter: "
+        f"time {time_ratio:.2f}, memory {late / early:.3f} ({(late - early) / 1e6:+.1f} of {late / 1e6:.0f} MB)"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=200)
+    parser.add_argument("--layers", type=int, default=200, help="at least 40")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("directory", nargs="?", type=Path)
     arguments = parser.parse_args()
+    if arguments.layers < 40:
+        parser.error(f"--layers {arguments.layers}: a quarter of them is to be longer than the warm-up")
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch, embedded_server():
         model = Path(scratch) / "model"
         write_model(model, arguments.layers)

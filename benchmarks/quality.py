@@ -4,9 +4,9 @@
 
 MODEL is SmolLM2-135M-Instruct: the peer's figures hold for it alone. Every setting is quantized by the flow as a user's job
 would be, exported, read back and judged on the first four windows of 512 tokens of the LGPL 2.1, which Debian keeps in
-/usr/share/common-licenses; GPTQ looks at quality_calibration.jsonl, 32 excerpts of about 1,000 characters of other licence
-texts and of the documentation strings of Python's library. The peer is GPTQModel 7.7.0 on the same texts (torch 2.13.0 on
-the CPU, its defaults: group-aware order, damp_percent 0.05). The command fails when a setting loses to the peer.
+/usr/share/common-licenses; GPTQ and AWQ look at quality_calibration.jsonl, 32 excerpts of about 1,000 characters of other
+licence texts and of the documentation strings of Python's library. The peer is GPTQModel 7.7.0 on the same texts (torch
+2.13.0 on the CPU, its defaults: group-aware order, damp_percent 0.05). The command fails when a setting loses to the peer.
 
 `--directory` keeps exports and checkpoints, so that an interrupted benchmark goes on where it was.
 """
@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from checkpoint_store.config import CheckpointConfig
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model, mean_kl, perplexity
-from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig
+from tasks.job import AWQConfig, CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig
 
 CALIBRATION = Path(__file__).with_name("quality_calibration.jsonl")
 HELD_OUT = Path("/usr/share/common-licenses/LGPL-2.1")
@@ -39,7 +39,7 @@ class Setting:
     """One line of the table; `peer` is GPTQModel's perplexity for the same, where it was measured."""
 
     name: str
-    quantization: GPTQConfig | RTNConfig
+    quantization: GPTQConfig | RTNConfig | AWQConfig
     peer: float | None = None
 
 
@@ -48,6 +48,9 @@ SETTINGS = (
     Setting("gptq 4 bit g64", GPTQConfig(group_size=64), 21.808),
     Setting("gptq 4 bit g64 in column order", GPTQConfig(group_size=64, act_group_aware=False)),
     Setting("gptq 4 bit g32", GPTQConfig(group_size=32)),
+    Setting("rtn 4 bit g64 with zero points", RTNConfig(group_size=64, sym=False, checkpoint_format="awq")),
+    Setting("awq 4 bit g64", AWQConfig(group_size=64), 33.162),
+    Setting("awq 4 bit g64 symmetric", AWQConfig(group_size=64, sym=True)),
 )
 
 

@@ -25,7 +25,7 @@ from checkpoint_store.objects import BytesPayload, ObjectRef, Payload
 from checkpoint_store.published import Pinned
 from checkpoint_store.store import CheckpointStore
 
-LAYER, RECORD, CONTINUATION = "layer", "record", "continuation"
+LAYER, ADAPTER, RECORD, CONTINUATION = "layer", "adapter", "record", "continuation"
 
 logger = getLogger(__name__)
 
@@ -60,6 +60,7 @@ class CheckpointSession:
         config: CheckpointConfig,
         identity: dict[str, Any],
         layer_count: int,
+        layer_roles: Sequence[str],
         on_event: Callable[[CheckpointEvent], None],
     ) -> None:
         self.root = store.path
@@ -67,6 +68,7 @@ class CheckpointSession:
         self._config = config
         self._identity = identity
         self._layer_count = layer_count
+        self._layer_roles = tuple(layer_roles)
         self._on_event = on_event
         self._pinned: Pinned | None = None
         self._published: dict[tuple[str, str], ObjectRef] = {}
@@ -82,12 +84,15 @@ class CheckpointSession:
         identity: dict[str, Any],
         *,
         layer_count: int,
+        layer_roles: Sequence[str] = (LAYER,),
         run_id: str | None = None,
         is_retry: bool = False,
         ignore: Ignore | None = None,
         on_event: Callable[[CheckpointEvent], None] = lambda event: None,
     ) -> "CheckpointSession":
         """Lock the root, choose by `config.resume` whether to start or to go on, and verify what is gone on from.
+
+        `layer_roles` are the objects that every finished layer has.
 
         A retry means `auto`, except that a run that asked for `never` goes on only from its own progress. Raises
         StoreLocked, CheckpointMissing, CheckpointExists, IdentityMismatch (every differing leaf with both values;
@@ -109,7 +114,7 @@ class CheckpointSession:
             try:
                 if config.resume == "never":
                     _refuse_progress(store, run_id if is_retry else None)
-                session = cls(store, config, identity, layer_count, on_event)
+                session = cls(store, config, identity, layer_count, layer_roles, on_event)
                 session._restore(ignore)
             except BaseException:
                 store.close()
@@ -199,9 +204,9 @@ class CheckpointSession:
                 f"`prefect-quantize verify {self.root}`. Running the layer again would hide the damage"
             )
 
-    def layer_objects(self) -> list[ObjectRef]:
+    def layer_objects(self, role: str = LAYER) -> list[ObjectRef]:
         """The objects of all published layers, in the order of their layers."""
-        return [ref for ref in self._published.values() if ref.role == LAYER]
+        return [ref for ref in self._published.values() if ref.role == role]
 
     def path_of(self, ref: ObjectRef) -> Path:
         return self._store.path_of(ref)
@@ -212,9 +217,9 @@ class CheckpointSession:
 
     # What is added ---------------------------------------------------------------------------------------------------
 
-    def stage_layer(self, layer_name: str, payload: Payload) -> ObjectRef:
+    def stage_layer(self, layer_name: str, payload: Payload, role: str = LAYER) -> ObjectRef:
         """Write a finished layer's object; a later `publish` makes it part of a generation."""
-        return self._stage(LAYER, layer_name, payload)
+        return self._stage(role, layer_name, payload)
 
     def stage_record(self, key: str, data: bytes) -> ObjectRef:
         return self._stage(RECORD, key, BytesPayload(data))
@@ -251,7 +256,8 @@ class CheckpointSession:
             raise CheckpointError(
                 f"{finished} layers are finished and only {len(set(layer_names))} are to be published"
             )
-        refs = self._expected([*((LAYER, name) for name in layer_names), *((RECORD, key) for key in record_keys)])
+        of_layers = [(role, name) for role in self._layer_roles for name in layer_names]
+        refs = self._expected([*of_layers, *((RECORD, key) for key in record_keys)])
         if self._publisher is None:
             self._publisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-publish")
         # In the caller's context: what listens to events may ask which run they belong to.

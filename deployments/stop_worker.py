@@ -23,11 +23,10 @@ WORKER_SECONDS = 20.0
 
 def main() -> int:
     """0 when the flows and the worker have ended, 1 when flows are still at work after the time that was given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pool", required=True, metavar="NAME", help="the work pool to pause")
-    parser.add_argument("--worker", required=True, type=int, metavar="PID", help="process id of the worker")
-    parser.add_argument("--patience", type=float, default=3600.0, metavar="SECONDS", help="for the layers in work")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
+    if arguments.worker is None:
+        print("the worker has ended by itself: there is nothing to stop, and the pool stays as it is", flush=True)
+        return 0
     with get_client(sync_client=True) as client:
         client.update_work_pool(arguments.pool, WorkPoolUpdate(is_paused=True))
     print(f"work pool `{arguments.pool}` is paused; `prefect work-pool resume {arguments.pool}` opens it", flush=True)
@@ -40,6 +39,17 @@ def main() -> int:
         return 1
     end_worker(arguments.worker)
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pool", required=True, metavar="NAME", help="the work pool to pause")
+    # systemd runs ExecStop= after a worker that ended by itself too, and then has no $MAINPID.
+    parser.add_argument(
+        "--worker", required=True, nargs="?", type=int, metavar="PID", help="process id; none has ended"
+    )
+    parser.add_argument("--patience", type=float, default=3500.0, metavar="SECONDS", help="for the layers in work")
+    return parser
 
 
 def end_worker(pid: int) -> None:

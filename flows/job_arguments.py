@@ -14,6 +14,7 @@ from tasks.job import (
     AWQConfig,
     BitsAndBytesConfig,
     CalibrationConfig,
+    EoRAConfig,
     EXL3Config,
     FP8Config,
     GGUFConfig,
@@ -35,6 +36,7 @@ METHODS: dict[str, type[BaseModel]] = {
     "exl3": EXL3Config,
 }
 SECTIONS: dict[str, type[BaseModel]] = {
+    "adapter": EoRAConfig,
     "calibration": CalibrationConfig,
     "checkpoint": CheckpointConfig,
     "telemetry": TelemetryConfig,
@@ -43,6 +45,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
 # Where a field's option is not simply the field's name.
 OPTION_NAMES = {
     ("quantization", "checkpoint_format"): "--format",
+    ("adapter", "method"): "--adapter",
+    ("adapter", "rank"): "--adapter-rank",
     ("calibration", "data"): "--calibration",
     ("calibration", "name"): "--dataset-name",
     ("checkpoint", "path"): "--checkpoint",

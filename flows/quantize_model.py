@@ -21,7 +21,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, CheckpointStopped, StoreLocked
 from checkpoint_store.result_storage import GenerationStorage
-from checkpoint_store.session import CheckpointSession
+from checkpoint_store.session import ADAPTER, LAYER, CheckpointSession
 from checkpoint_store.tensors import continuation_batches, continuation_payloads
 from flows import stopping
 from flows.deadline import Deadline, DeadlineText
@@ -220,6 +220,7 @@ class _Quantization:
                 job.checkpoint,
                 described,
                 layer_count=layer_count,
+                layer_roles=(LAYER,) if job.adapter is None else (LAYER, ADAPTER),
                 run_id=str(run.id) if run is not None else None,
                 # A retry, from the UI or after a crash, comes back as the same flow run.
                 is_retry=run is not None and run.run_count > 1,
@@ -301,9 +302,9 @@ class _Quantization:
 
     def _prepare(self, run: running.Run) -> None:
         """The hidden states that enter the first unfinished layer: embedded anew, or as the checkpoint holds them."""
-        check_replay(run.decoder, run.pool.devices[0].torch_device)
-        if not run.needs_activations:
+        if not run.needs_activations:  # no layer is ever run
             return
+        check_replay(run.decoder, run.pool.devices[0].torch_device)
         assert run.calibration is not None
         if run.session.cursor:
             run.hidden = continuation_batches(run.session.continuation())
@@ -322,12 +323,13 @@ class _Quantization:
 
     def _check_pinned(self, run: running.Run, receipt: LayerReceipt) -> None:
         """The record that Prefect answered with must speak of the object that the generation holds."""
-        held = {ref.key: ref.sha256 for ref in run.session.layer_objects()}
-        if held.get(receipt.name) != receipt.sha256:
-            raise CheckpointDamaged(
-                f"the record of `{receipt.name}` names object {receipt.sha256[:12]}, the generation at {self.root} holds "
-                f"{held.get(receipt.name, 'none')[:12]}; run `prefect-quantize verify {self.root}`"
-            )
+        for role, sha256 in ((LAYER, receipt.sha256), (ADAPTER, receipt.adapter_sha256)):
+            held = {ref.key: ref.sha256 for ref in run.session.layer_objects(role)}.get(receipt.name)
+            if held != sha256:
+                raise CheckpointDamaged(
+                    f"the record of `{receipt.name}` names {role} object {str(sha256)[:12]}, the generation at {self.root} "
+                    f"holds {str(held)[:12]}; run `prefect-quantize verify {self.root}`"
+                )
 
     def _publish(self, run: running.Run) -> None:
         """Publish every finished layer while the next one is computed; the session checks that nothing is missing."""

@@ -14,4 +14,5 @@ METHOD_REVISIONS = dict.fromkeys(("gptq", "rtn", "awq", "qqq", "fp8", "bitsandby
     "qqq": 2,
 }
 LAYOUT_REVISIONS = dict.fromkeys(("gptq", "awq", "qqq", "compressed-tensors", "fp8", "bitsandbytes", "gguf", "exl3"), 1)
+ADAPTER_REVISIONS = {"eora": 1}
 FORWARD_REVISION = 1

@@ -12,35 +12,18 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from torch import Tensor
 
 from checkpoint_store.errors import StorageFull
+from checkpoint_store.session import ADAPTER
 from checkpoint_store.tensors import tensors_from
 from tasks import running
 from tasks.export_gguf import add_gguf
+from tasks.formats import peft
 from tasks.output_directory import INDEX_FILE, Export, OutputTaken, foreign_names, json_bytes, remove_leftovers
+from tasks.places import copied_files
 from tasks.report import Report
 
-# Copied as they are: a strict saver that rejects a shipped file must not cost a finished run.
-COPIED_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-LEGAL_FILES = (
-    "LICENSE",
-    "LICENSE.txt",
-    "LICENSE.md",
-    "NOTICE",
-    "USE_POLICY.md",
-)
 # Keys of a config.json that say where the model lay on somebody's machine, or that another quantizer left behind.
 DROPPED_KEYS = ("_name_or_path", "name_or_path", "quantization_config")
 
@@ -119,7 +102,17 @@ def _add_model(run: running.Run, export: Export) -> int:
     export.add_tensors(files[-1], outer)
     export.add_bytes(INDEX_FILE, index_of(held, size))
     _add_descriptions(run, export)
+    if run.job.adapter is not None:
+        _add_adapter(run, run.job.adapter.rank, export)
     return size
+
+
+def _add_adapter(run: running.Run, rank: int, export: Export) -> None:
+    tensors: dict[str, Tensor] = {}
+    for ref in run.session.layer_objects(ADAPTER):
+        tensors |= tensors_from(run.session.view(ref))
+    export.add_tensors(peft.TENSORS_FILE, tensors)
+    export.add_bytes(peft.CONFIG_FILE, json_bytes(peft.adapter_config(rank, tensors)))
 
 
 def outer_names(run: running.Run) -> list[str]:
@@ -140,7 +133,5 @@ def _add_descriptions(run: running.Run, export: Export) -> None:
 
 
 def _add_copies(run: running.Run, export: Export) -> None:
-    """The source's files that stay as they are; a .gguf file holds all but the legal ones itself."""
-    for name in LEGAL_FILES if run.scheme.is_one_file else (*COPIED_FILES, *LEGAL_FILES):
-        if (run.source.path / name).is_file():
-            export.add_file(name, run.source.path / name)
+    for path in copied_files(run.source.path, run.scheme.is_one_file):
+        export.add_file(path.name, path)

@@ -17,10 +17,14 @@ from tasks.formats import gguf
 from tasks.formats.gguf_plan import GGUFPlan, TensorPlan, make_plan
 from tasks.formats.gguf_tokenizer import TokenizerFields, tokenizer_fields
 from tasks.job import GGUFConfig
+from tasks.methods.ggml import CHUNK_WEIGHTS
 from tasks.methods.grid import WeightError
 from tasks.methods.importance import ImportanceSum
 from tasks.models.source import SourceModel
 from tasks.schemes import Prepared, Scheme, Statistic
+
+# Measured; the search of K-quants keeps a few dozen float32 values for each weight of a chunk.
+WORKING_BYTES_PER_CHUNK_WEIGHT = 70
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +140,23 @@ class GGUFScheme(Scheme):
                 f"{len(self.plan.fallbacks)} tensors get a larger type than intended, as their rows do not fill its "
                 f"blocks; --strict refuses that"
             )
+
+    def working_bytes(self, out_features: int, in_features: int) -> int:
+        """Its magnitudes, then the blocks and a few rows at a time."""
+        weights = out_features * in_features
+        return max(4 * weights, weights + WORKING_BYTES_PER_CHUNK_WEIGHT * min(weights, CHUNK_WEIGHTS))
+
+    def outer_peak_bytes(self, names: Iterable[str]) -> int:
+        """One tensor at a time."""
+        entries = [(self.source.tensors[name], self.entries[name]) for name in names if name in self.entries]
+        return max(
+            info.size_bytes + max(info.size_bytes, entry.size_bytes) + self.working_bytes(info.shape[0], info.shape[-1])
+            for info, entry in entries
+        )
+
+    def written_bytes(self, layers: int, outer: int) -> int:
+        file = gguf.make_file(self.plan, self.source.config, self.tokenizer())
+        return super().written_bytes(0, file.size_bytes)
 
     def module_bytes(self, name: str) -> int:
         return self.other_bytes(part for part in (f"{name}.weight", f"{name}.bias") if part in self.entries)

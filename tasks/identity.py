@@ -25,7 +25,14 @@ import xxhash
 from checkpoint_store.session import peek_identity
 from tasks.calibration import CalibrationSet
 from tasks.devices import DevicePool
-from tasks.execution_plan import FORWARD_REVISION, LANES, LAYOUT_REVISIONS, METHOD_REVISIONS, UNIT_ROWS
+from tasks.execution_plan import (
+    ADAPTER_REVISIONS,
+    FORWARD_REVISION,
+    LANES,
+    LAYOUT_REVISIONS,
+    METHOD_REVISIONS,
+    UNIT_ROWS,
+)
 from tasks.job import AWQConfig, GPTQConfig, QQQConfig, QuantizationJob, RTNConfig
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
@@ -107,12 +114,19 @@ def build(
             "cpu_threads": cpu_threads if on_cpu else None,
             "revision": FORWARD_REVISION,
         },
-        "adapter": None,
+        "adapter": _adapter(job, decoder),
     }
     assert tuple(areas) == AREAS
     # As it will be read back from a manifest: tuples are lists, nothing else than JSON is in it.
     identity: dict[str, Any] = json.loads(json.dumps(_finite(areas), allow_nan=False))
     return identity
+
+
+def _adapter(job: QuantizationJob, decoder: Decoder) -> dict[str, Any] | None:
+    if job.adapter is None:
+        return None
+    made = {"dtype": str(decoder.source_dtype), "revision": ADAPTER_REVISIONS[job.adapter.method]}
+    return {**job.adapter.model_dump(mode="json"), **made}
 
 
 def _summed_up(value: Any) -> Any:

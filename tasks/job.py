@@ -22,7 +22,6 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "gptaq": ((False, None), "GPTAQ"),
     "foem": ((False, None), "FOEM"),
     "preprocessors": ((None, []), "quantization preprocessor chains"),
-    "adapter": ((None,), "adapters beside the quantized weights"),
     "offload_to_disk": ((True, None), "a checkpointed run that keeps everything in memory"),
 }
 
@@ -266,6 +265,13 @@ class BitsAndBytesConfig(_Quantization):
     )
 
 
+class EoRAConfig(_Frozen):
+    """A low-rank adapter beside the weights that takes back most of what quantization did (EoRA, arXiv 2410.21271)."""
+
+    method: Literal["eora"] = Field("eora", description="Low-rank adapter in peft's layout, beside the weights.")
+    rank: int = Field(32, ge=1, description="Columns of the adapter's matrices.")
+
+
 GGUFType = Literal[
     "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_0", "q4_k_s", "q4_k_m", "q5_0", "q5_k_s", "q5_k_m", "q6_k", "q8_0"
 ]  # fmt: skip
@@ -436,6 +442,7 @@ class QuantizationJob(_Frozen):
     quantization: Quantization = Field(
         GPTQConfig(), description="The method and its settings.", json_schema_extra=_as_choice
     )
+    adapter: EoRAConfig | None = Field(None, description="A low-rank adapter that is made beside the weights.")
     calibration: CalibrationConfig | None = Field(None, description="Needed by methods that look at activations.")
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="Where progress is kept, and what is done with what is there."

@@ -64,8 +64,13 @@ def _is_ours(report: Any) -> bool:
         return False
     files = report.get("files")
     return isinstance(files, dict) and all(
-        Path(name).name == name and isinstance(sha256, str) for name, sha256 in files.items()
+        _is_inside(name) and isinstance(sha256, str) for name, sha256 in files.items()
     )
+
+
+def _is_inside(name: str) -> bool:
+    """Whether this is a file's plain name, or one in a subdirectory."""
+    return all(part not in ("", ".", "..") for part in name.split("/")) and name.count("/") < 2
 
 
 def damage(output: Path, report: Mapping[str, Any]) -> list[str]:
@@ -110,9 +115,21 @@ def foreign_names(output: Path) -> list[str]:
     return [
         entry.name
         for entry in sorted(os.scandir(output), key=lambda entry: entry.name)
-        if entry.name not in ours
-        and not (entry.name in moved and entry.is_file() and file_sha256(output / entry.name) == moved[entry.name])
+        if entry.name not in ours and not _was_moved(output, entry, moved)
     ]
+
+
+def _was_moved(output: Path, entry: os.DirEntry[str], moved: Mapping[str, str]) -> bool:
+    """Whether this is a file of `moved`, as it was, or a directory of nothing but such files."""
+    if not entry.is_dir():
+        names = [entry.name]
+    elif any(name.startswith(f"{entry.name}/") for name in moved):
+        names = [f"{entry.name}/{file.name}" for file in os.scandir(entry)]
+    else:
+        return False
+    return all(
+        name in moved and (output / name).is_file() and file_sha256(output / name) == moved[name] for name in names
+    )
 
 
 def _partials(output: Path) -> Iterator[tuple[Path, bool]]:
@@ -143,7 +160,7 @@ def _moved_out_of(partial: Path) -> dict[str, str]:
         moved = json.loads((partial / MOVED_FILE).read_bytes())
     except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
         return {}  # it died before the list was durable, hence before the first move
-    return {name: sha256 for name, sha256 in moved.items() if Path(name).name == name}
+    return {name: sha256 for name, sha256 in moved.items() if _is_inside(name)}
 
 
 def _undo_moves(output: Path, partial: Path) -> list[str]:
@@ -154,6 +171,9 @@ def _undo_moves(output: Path, partial: Path) -> list[str]:
         if path.is_file() and file_sha256(path) == sha256:
             path.unlink()
             removed.append(name)
+            if path.parent != output:
+                with contextlib.suppress(OSError):  # somebody else's file is in it, which stays
+                    path.parent.rmdir()
     return removed
 
 
@@ -219,7 +239,7 @@ class Export:
 
     def add_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """One more shard, of tensors that were not quantized."""
-        path = self.directory / name
+        path = self._path(name)
         try:
             save_file({key: tensors[key].contiguous() for key in sorted(tensors)}, path, metadata={"format": "pt"})
         except SafetensorError as error:  # its only word of a full disk or a lost one
@@ -238,6 +258,8 @@ class Export:
         """Write the report and give the directory its final name, durably; OutputTaken when another has it by now."""
         listed = dict(sorted(self.files.items()))
         self.add_bytes(REPORT_FILE, json_bytes({**report, "files": listed}))
+        for name in self._subdirectories():
+            _sync_directory(self.directory / name)
         if self._in_place:
             self._move_up()
             return
@@ -266,7 +288,8 @@ class Export:
         self.add_bytes(MOVED_FILE, json_bytes(moved))
         os.fsync(self._lock)
         _sync_directory(self.output)
-        for name in sorted(moved, key=lambda name: (name in ENTRY_FILES, name)):
+        entries = {name.partition("/")[0] for name in moved}
+        for name in sorted(entries, key=lambda name: (name in ENTRY_FILES, name)):
             if name in ENTRY_FILES:
                 _sync_directory(self.output)
             os.rename(self.directory / name, self.output / name)
@@ -274,9 +297,17 @@ class Export:
         shutil.rmtree(self.directory)
         _sync_directory(self.output)
 
+    def _subdirectories(self) -> set[str]:
+        return {name.partition("/")[0] for name in self.files if "/" in name}
+
+    def _path(self, name: str) -> Path:
+        path = self.directory / name
+        path.parent.mkdir(exist_ok=True)
+        return path
+
     def _create(self, name: str) -> BinaryIO:
         # Mode 0666 less the umask, as any program's files: an export is meant to be shared, objects are private.
-        return open(self.directory / name, "xb")
+        return open(self._path(name), "xb")
 
 
 def _copy(origin: int, target: int) -> None:

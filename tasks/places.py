@@ -8,6 +8,27 @@ from pathlib import Path
 from tasks.plan import DiskSpace, size
 
 REPORT_FILE = "quantization_report.json"
+# Copied as they are: a strict saver that rejects a shipped file must not cost a finished run.
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+LEGAL_FILES = (
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+    "USE_POLICY.md",
+)
 
 
 def overlaps(places: dict[str, Path]) -> Iterator[str]:
@@ -112,3 +133,9 @@ def space_problems(spaces: tuple[DiskSpace, ...]) -> Iterator[str]:
             f"no space for {' and '.join(space.purpose for space in spaces)} on one file system: they need "
             f"{size(together)} more, {size(spaces[0].free_bytes)} are free; free some or put one on another disk"
         )
+
+
+def copied_files(source: Path, is_one_file: bool) -> list[Path]:
+    """The source's files that an export holds as they are; one file, a .gguf, holds all but the legal ones itself."""
+    names = LEGAL_FILES if is_one_file else (*COPIED_FILES, *LEGAL_FILES)
+    return [source / name for name in names if (source / name).is_file()]

@@ -42,12 +42,14 @@ class DiskSpace:
 class Memory:
     """Reckoned peak, beside the interpreter and its libraries, on one device of the pool and on the host.
 
-    `layer_bytes` is the largest layer as it is computed with and `statistics_bytes` the Hessian and its factor: what
-    no setting of the calibration makes smaller. On a CPU pool all slots and the host share one memory.
+    `layer_bytes` is the largest layer as it is computed with (of methods that run no layer: as it is stored),
+    `statistics_bytes` the Hessian and its factor, and `least_bytes` what a device holds of them whatever the
+    calibration. On a CPU pool all slots and the host share one memory.
     """
 
     layer_bytes: int
     statistics_bytes: int
+    least_bytes: int
     device_peak_bytes: int
     device_total_bytes: int
     host_peak_bytes: int
@@ -68,6 +70,7 @@ class Plan:
     carried_bytes_after: int  # as they are exported
     outer_bytes: int  # embeddings, final norm, head
     outer_bytes_after: int
+    adapter_bytes: int  # matrices of an adapter; 0 where none is made
     tensor_table: str  # type of each tensor, where the layout chooses one; else empty
     devices: tuple[str, ...]
     calibration_samples: int  # at most; 0 where the method needs none
@@ -83,7 +86,7 @@ class Plan:
 
     @property
     def bytes_after(self) -> int:
-        return self.layers_after + self.outer_bytes_after
+        return self.layers_after + self.outer_bytes_after + self.adapter_bytes
 
     @property
     def layers_after(self) -> int:
@@ -135,6 +138,8 @@ class Plan:
             ("embeddings and head", self.outer_bytes, self.outer_bytes_after),
         ):
             rows.append((f"{name}, kept" if before == after else name, "", "", size(before), size(after), ""))
+        if self.adapter_bytes:
+            rows.append(("adapter", "", "", "", size(self.adapter_bytes), ""))
         rows.append(("total", "", "", size(self.bytes_before), size(self.bytes_after), ""))
         lines = _aligned(rows)
         rule = "-" * max(map(len, lines))

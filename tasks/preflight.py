@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from tasks import adapters
 from tasks.calibration import source_problems
 from tasks.calibration_sources import file_of
 from tasks.devices import DevicePool
+from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
 from tasks.models.decoder import SUPPORTED, Decoder, is_supported
 from tasks.models.layer_names import ROUTERS
@@ -33,6 +35,10 @@ from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
 from tasks.schemes import Scheme, needs_activations, scheme_of
 
 EXPERT_NUMBER = re.compile(r"(?<=experts)\.\d+\.")
+# What a run writes about each module: its part of a record, of manifests, of the report.
+RECORD_BYTES_PER_MODULE = 1000
+REPORT_BYTES_PER_MODULE = 300
+FINITE_CHECK_BYTES = 8 << 20  # beside a tensor that is looked at for NaN
 LAYER_WEIGHT = re.compile(r"(?:.+\.)?layers\.\d+\.(.+)\.weight")
 
 
@@ -124,12 +130,22 @@ class _Findings:
         """What the layout can't hold, and what it needs that is not installed."""
         if self.source is None:
             return
+        shapes, method = self._linear_shapes(), self.job.quantization.method
         scheme = scheme_of(self.job.quantization, self.source)
-        self.problems += scheme.problems(self._linear_shapes())
-        if scheme.scales_layers and self.decoder is not None and self.decoder.has_experts:
+        self.problems += scheme.problems(shapes)
+        if self.job.adapter is not None:
+            self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)
+        if self.decoder is None or not self.decoder.has_experts:
+            return
+        if scheme.scales_layers:
             self.problems.append(
-                f"method `{self.job.quantization.method}` scales what enters a layer's experts, which their router reads "
-                f"too: mixtures of experts are not supported by it; use `gptq`, or a method without calibration"
+                f"method `{method}` scales what enters a layer's experts, which their router reads too: mixtures of experts "
+                f"are not supported by it; use `gptq`, or a method without calibration"
+            )
+        if self.job.adapter is not None:
+            self.problems.append(
+                f"adapter `{self.job.adapter.method}` would hold matrices of single experts, which no reader of adapters is "
+                f"known to load; leave it out for a mixture of experts"
             )
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
@@ -171,7 +187,12 @@ class _Findings:
             not in self.decoder.linear_shapes(layer)
         )
         outer_after = scheme.other_bytes(outer_names)
-        layers_after = sum(kind.bytes_after for kind in modules) + carried_after
+        adapter = self._adapter_bytes(self.decoder)
+        layers_after = sum(kind.bytes_after for kind in modules) + carried_after + adapter
+        try:
+            written = scheme.written_bytes(layers_after, outer_after)
+        except ValueError:  # no tokenizer that the file could hold, which is in `problems`
+            return None
         return Plan(
             model=self.job.model,
             family=self.source.config["model_type"],
@@ -183,13 +204,14 @@ class _Findings:
             carried_bytes_after=carried_after,
             outer_bytes=outer,
             outer_bytes_after=outer_after,
+            adapter_bytes=adapter,
             tensor_table=scheme.tensor_table(),
             devices=tuple(str(device) for device in self.pool.devices),
             calibration_samples=samples,
             calibration_tokens=tokens,
             continuation_bytes=continuation,
-            spaces=tuple(self._spaces(self.source, self.root, layers_after, outer_after, continuation)),
-            memory=self._memory(self.decoder, scheme, self.pool, tokens, outer),
+            spaces=tuple(self._spaces(self.root, layers_after, written, continuation)),
+            memory=self._memory(self.decoder, scheme, self.pool, tokens),
             notes=tuple(self._notes(self.source, self.decoder, scheme)),
         )
 
@@ -202,6 +224,15 @@ class _Findings:
                 before += source.tensors[f"{full}.weight"].size_bytes + (bias.size_bytes if bias is not None else 0)
                 after += scheme.module_bytes(full)
             yield ModuleKind(kind.name, kind.out_features, kind.in_features, len(kind.modules), before, after)
+
+    def _adapter_bytes(self, decoder: Decoder) -> int:
+        if self.job.adapter is None:
+            return 0
+        rank, itemsize = self.job.adapter.rank, decoder.source_dtype.itemsize
+        return sum(
+            peft.packed_bytes(kind.in_features, kind.out_features, rank, itemsize) * len(kind.modules)
+            for kind in decoder.linear_kinds
+        )
 
     def _calibration_bound(self) -> tuple[int, int]:
         """Samples and tokens at most, padding included, as far as can be told without reading the data."""
@@ -220,50 +251,63 @@ class _Findings:
                 return samples, min(samples * length, 2 * path.stat().st_size + length)
         return samples, samples * length
 
-    def _spaces(
-        self, source: SourceModel, root: Path, layers: int, outer: int, continuation: int
-    ) -> Iterator[DiskSpace]:
+    def _spaces(self, root: Path, layers: int, written: int, continuation: int) -> Iterator[DiskSpace]:
+        assert self.decoder is not None
+        modules = sum(len(kind.modules) for kind in self.decoder.linear_kinds)
         # One generation more than is kept lies there while the newest is published; layers are shared by all.
         generations = self.job.checkpoint.keep_last + 1
-        yield space_at("checkpoint", root, layers + generations * continuation, bytes_of_objects(root))
-        others = sum(
-            path.stat().st_size
-            for path in source.path.iterdir()
-            if path.is_file() and path.suffix != ".safetensors" and path.stat().st_size < 1 << 30
-        )
+        needed = layers + generations * continuation + modules * RECORD_BYTES_PER_MODULE
+        yield space_at("checkpoint", root, needed, bytes_of_objects(root))
         is_finished = os.path.isfile(self.output / REPORT_FILE)
-        yield space_at("output", self.output, 0 if is_finished else layers + outer + others, 0)
+        needed = 0 if is_finished else written + modules * REPORT_BYTES_PER_MODULE
+        yield space_at("output", self.output, needed, 0)
 
-    def _memory(self, decoder: Decoder, scheme: Scheme, pool: DevicePool, tokens: int, outer: int) -> Memory:
-        """Everything that is alive at once in a layer's widest stage, when its last linears are quantized."""
+    def _memory(self, decoder: Decoder, scheme: Scheme, pool: DevicePool, tokens: int) -> Memory:
+        """Everything that is alive at once in a layer's widest stage, or while what lies outside the layers is exported."""
         device = pool.devices[0]
-        itemsize = decoder.compute_dtype(device.torch_device).itemsize
-        skeleton = decoder.source.tensors
+        tensors = decoder.source.tensors
+        is_chain = self.calibration is not None
+        itemsize = decoder.compute_dtype(device.torch_device).itemsize if is_chain else decoder.source_dtype.itemsize
         layer = max(
-            sum(prod(skeleton[name].shape) for name in decoder.layer_tensor_names(i)) * itemsize
+            sum(prod(tensors[name].shape) for name in decoder.layer_tensor_names(i)) * itemsize
             for i in range(decoder.layer_count)
         )
         kinds = decoder.layers_of_each_kind
         widths = [[decoder.linear_shapes(i)[subset[0]][1] for subset in decoder.subsets(i)] for i in kinds]
         widest = max(map(max, widths))
         statistics = max(map(scheme.statistics_bytes, widths))
+        if self.job.adapter is not None:
+            statistics += adapters.root_bytes(widest)
         hidden_size = decoder.config.hidden_size
         # The residual and the input of the last linear of every batch, in the dtype that is computed in.
         activations = tokens * (hidden_size + widest) * itemsize
-        codes = max(sum(n * k for n, k in decoder.linear_shapes(i).values()) for i in decoder.layers_of_each_kind)
         between_layers = 2 * tokens * hidden_size * decoder.source_dtype.itemsize
         slots = len(pool.devices)
-        on_device = layer + statistics + activations // slots
-        host = codes + between_layers
+        # Whole modules: read in the source's dtype, the largest ones at the same time on as many devices.
+        shapes = [shape for i in kinds for shape in decoder.linear_shapes(i).values()]
+        quantizing = sorted(
+            (n * k * decoder.source_dtype.itemsize + scheme.working_bytes(n, k) for n, k in shapes), reverse=True
+        )
+        if scheme.quantizes_units:
+            quantizing = [0]
+        loaded = layer if is_chain else 0
+        least = loaded + statistics + quantizing[0]
+        on_device = least + activations // slots
+        # Codes of the whole layer, a byte each, and what they are packed into.
+        host = 2 * max(sum(n * k for n, k in decoder.linear_shapes(i).values()) for i in kinds) + between_layers
         if device.type == "cpu":
-            host += slots * layer + statistics + activations
-        # Before the first layer the embedding is loaded, and nothing else but what it makes.
-        host = max(host, outer + between_layers) if self.calibration is not None else host
+            host += slots * loaded + statistics + activations + sum(quantizing[:slots])
+        outer = decoder.outer_tensor_names
+        largest = max(tensors[name].size_bytes for name in outer)
+        host = max(host, largest + FINITE_CHECK_BYTES, scheme.outer_peak_bytes(outer))
+        if is_chain:  # before the first layer the embedding is loaded, and nothing else but what it makes
+            host = max(host, largest + between_layers)
         limit = self.job.memory_limit or sys.maxsize
         host_total = DevicePool.resolve(("cpu",)).devices[0].memory_bytes
         return Memory(
             layer_bytes=layer,
             statistics_bytes=statistics,
+            least_bytes=least,
             device_peak_bytes=on_device,
             device_total_bytes=min(limit, *(slot.memory_bytes for slot in pool.devices)),
             host_peak_bytes=host,
@@ -294,10 +338,10 @@ def _family_problems(model: str) -> list[str]:
 
 
 def _memory_problems(memory: Memory, devices: tuple[str, ...]) -> Iterator[str]:
-    """Only what is sure to fail: one layer with its statistics that a device can't hold."""
-    needed = memory.layer_bytes + memory.statistics_bytes
-    if needed > memory.device_total_bytes:
+    """Only what is sure to fail: what a device holds at once whatever the calibration."""
+    if memory.least_bytes > memory.device_total_bytes:
+        held = "the largest layer and its statistics need" if memory.statistics_bytes else "the largest module needs"
         yield (
-            f"the largest layer and its statistics need {size(needed)} of memory, {devices[0]} has "
-            f"{size(memory.device_total_bytes)}; use a device with more memory, or raise memory_limit"
+            f"{held} {size(memory.least_bytes)} of memory, {devices[0]} has {size(memory.device_total_bytes)}; use a "
+            f"device with more memory, or raise memory_limit"
         )

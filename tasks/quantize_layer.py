@@ -17,6 +17,7 @@ from prefect.states import State
 from torch import Tensor
 
 from checkpoint_store import session
+from checkpoint_store.objects import ObjectRef
 from checkpoint_store.tensors import safetensors_payload
 from tasks import running
 from tasks.quantize_shard import LayerWork, SiblingFailed, quantize_shard
@@ -87,9 +88,10 @@ def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> 
     packed = pack(run, work)
     scan(packed, name)
     ref = session.current().stage_layer(name, safetensors_payload(packed))
+    adapter = _stage_adapter(work, name)
     running.return_freed_memory()
     run.replace_hidden([work.outputs[batch] for batch in range(len(run.hidden))])
-    return _receipt(run, work, key, ref.sha256, ref.size).model_dump(mode="json")
+    return _receipt(run, work, key, ref, adapter).model_dump(mode="json")
 
 
 def _run_shards(work: LayerWork, layer: int) -> None:
@@ -155,8 +157,18 @@ def scan(tensors: dict[str, Tensor], layer_name: str) -> None:
             )
 
 
-def _receipt(run: running.Run, work: LayerWork, key: str, sha256: str, size: int) -> LayerReceipt:
+def _stage_adapter(work: LayerWork, name: str) -> str | None:
+    """Stage the object of the layer's adapter; its digest, or None where none is made."""
+    if work.adapter is None:
+        return None
+    tensors = work.adapter.tensors(name)
+    scan(tensors, name)
+    return session.current().stage_layer(name, safetensors_payload(tensors), session.ADAPTER).sha256
+
+
+def _receipt(run: running.Run, work: LayerWork, key: str, ref: ObjectRef, adapter: str | None) -> LayerReceipt:
     modules = []
+    compensated = work.adapter.modules if work.adapter is not None else {}
     for subset in run.decoder.subsets(work.layer):  # not in the order in which the pool was done
         outcome = work.outcomes[subset]
         for module in subset:
@@ -167,11 +179,13 @@ def _receipt(run: running.Run, work: LayerWork, key: str, sha256: str, size: int
                     # A module may fall back on its own where siblings do not have to.
                     fallback=getattr(work.quantized[module], "fallback", None) or outcome.fallback,
                     unscaled=outcome.unscaled,
+                    adapter_loss=compensated[module].loss if module in compensated else None,
                 )
             )  # fmt: skip
     loss = sum(module.loss for module in modules) / len(modules) if modules else 0.0
     return LayerReceipt(
-        index=work.layer, name=run.decoder.layer_name(work.layer), key=key, sha256=sha256, size=size, loss=loss,
+        index=work.layer, name=run.decoder.layer_name(work.layer), key=key, sha256=ref.sha256, size=ref.size, loss=loss,
+        adapter_sha256=adapter,
         tokens=max((module.tokens for module in modules), default=0), seconds=round(run.end_layer(), 3),
         modules=tuple(modules), expert_tokens=tuple(
             work.outcomes[before].tokens for before, _ in run.decoder.experts(work.layer) if run.needs_activations

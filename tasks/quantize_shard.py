@@ -24,6 +24,7 @@ from prefect.cache_policies import NO_CACHE
 from torch import Tensor, nn
 
 from tasks import running
+from tasks.adapters import LayerAdapter
 from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.expert_groups import cost, group_size, quantize_subset
 from tasks.methods.gptq import HessianError
@@ -93,6 +94,9 @@ class LayerWork:
         # What the shards share while they look for scales (`tasks.scaled_shard.LayerScaling`).
         self.scaling: Any = None
         self.prepared: Prepared | None = None
+        self.adapter: LayerAdapter | None = None
+        if run.job.adapter is not None:
+            self.adapter = LayerAdapter(run.job.adapter, run.decoder.source_dtype)
         self.units: dict[int, UnitRows] = {}
         # Why error feedback diverged, by unit.
         self.diverged: dict[int, str] = {}
@@ -201,7 +205,8 @@ class Shard:
         module = decoder.materialise(self.work.layer, self.device, self.dtype)
         if self.number == 0:
             self._check_weights(module)
-        size = group_size(self.run, self.work.layer)
+        # An adapter is made subset by subset.
+        size = group_size(self.run, self.work.layer) if self.work.adapter is None else 1
         group_experts(module, size)
         stages = decoder.stages(self.work.layer, size)
         in_order = [subset for stage in stages for subset in stage]
@@ -270,21 +275,29 @@ class Shard:
                 statistic = None
             real_TK = staged.real_tokens(call, subset, self.run.calibration_batch(batch).attention_mask)
             if len(real_TK):
-                statistic = statistic or self.run.scheme.statistic(features, self.device)
+                statistic = statistic or self._statistic(features)
                 statistic.add(real_TK)
         while lanes:
             self.work.offer(subset, lanes.pop(0), statistic)
             statistic = None
 
+    def _statistic(self, features: int) -> Statistic:
+        statistic = self.run.scheme.statistic(features, self.device)
+        return statistic if self.work.adapter is None else self.work.adapter.observing(statistic, features, self.device)
+
     def _prepare(self, subset: tuple[str, ...]) -> None:
         """Make the merged statistic into what the subset is quantized with, on the first device."""
-        work = self.work
-        total = work.take_total(subset)
+        self.work.prepared = self._prepared(subset)
+        # Without its state, which is the largest thing of all.
+        self.work.outcomes[subset] = replace(self.work.prepared, state=None)
+
+    def _prepared(self, subset: tuple[str, ...]) -> Prepared:
+        total = self.work.take_total(subset)
         # The peak of a layer: what the forward has freed must not lie under it.
         running.return_freed_memory()
-        work.prepared = self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
-        # Without its state, which is the largest thing of all.
-        work.outcomes[subset] = replace(work.prepared, state=None)
+        if self.work.adapter is not None:
+            total = self.work.adapter.prepare(total, self._full(subset[0]))
+        return self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
 
     def _state_here(self) -> Any:
         prepared = self.work.prepared
@@ -304,9 +317,7 @@ class Shard:
             work.collect(subset, [len(weight) for weight in weights.values()])
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
         work.meet()
-        for name, weight in weights.items():
-            rows: Any = work.quantized[name]  # cut from `UnitRows`
-            weight.data.copy_(rows.dequantize())
+        self._replace_weights(module, subset)
 
     def _quantize_group(self, module: nn.Module, stage: tuple[tuple[str, ...], ...]) -> None:
         """Quantize this device's share of a group of experts, then put what a loader will see into this device's module."""
@@ -314,7 +325,7 @@ class Shard:
         costs = {subset: cost(subset, self.shapes) for subset in stage}
         for subset in shares(costs, work.device_count)[self.number]:
             work.check()
-            prepared = scheme.prepare(work.take_total(subset), self.run.calibration_tokens, self._full(subset[0]))
+            prepared = self._prepared(subset)
             if prepared.state is not None:
                 prepared = replace(prepared, state=prepared.state.to(self.device))
             if scheme.quantizes_units:
@@ -362,13 +373,20 @@ class Shard:
         except WeightError as error:
             raise WeightError(f"`{full}`: {error}") from error
         self.work.keep(name, rows)
+        del weight_NK
+        running.return_freed_memory()  # or the next module's peak would lie on top of what this one has freed
         return rows.loss
 
     def _replace_weights(self, module: nn.Module, subset: tuple[str, ...]) -> None:
-        """Put what a loader will see into this device's module."""
+        """Put what a loader will see into this device's module; before that, make its share of the adapter."""
+        work = self.work
+        quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}
+        if work.adapter is not None:
+            costs = {name: self.shapes[name][0] * self.shapes[name][1] for name in subset}
+            for name in shares(costs, work.device_count)[self.number]:
+                work.adapter.compensate(name, weight_of(module, name), quantized[name].dequantize())
         for name in subset:
-            rows: Any = self.work.quantized[name]
-            weight_of(module, name).data.copy_(rows.dequantize())
+            weight_of(module, name).data.copy_(quantized[name].dequantize())
 
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""

@@ -21,6 +21,7 @@ class ModuleReport(_Record):
     loss: float = Field(description="Mean squared output error per token and output channel; RTN: of the weights.")
     tokens: int = Field(0, description="Calibration tokens that reached it.")
     damp_percent: float | None = Field(None, description="Damping that its Hessian needed.")
+    adapter_loss: float | None = Field(None, description="Mean squared output error that is left with its adapter.")
     fallback: str | None = Field(None, description="Why it was rounded to nearest instead.")
     unscaled: str | None = Field(None, description="Why its input channels could not be scaled, where they should be.")
 
@@ -33,6 +34,7 @@ class LayerReceipt(_Record):
     key: str = Field(description="Cache key of the task, under which this record lies in the checkpoint.")
     sha256: str = Field(description="Digest of the layer's object.")
     size: int = Field(description="Bytes of the layer's object.")
+    adapter_sha256: str | None = Field(None, description="Digest of the object with the layer's adapter.")
     loss: float = Field(description="Mean of the modules' losses.")
     tokens: int
     seconds: float

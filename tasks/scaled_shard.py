@@ -48,6 +48,7 @@ class ScaledShard(Shard):
         self._observe(module)
         for subset in self.subsets:
             self._choose(module, subset)
+        work.meet()
         for subset in self.subsets:
             self._quantize_scaled(module, subset)
         parameters = dict(module.named_parameters())
@@ -74,10 +75,7 @@ class ScaledShard(Shard):
                 self._sum_up(staged, subset)
                 self.work.meet()
                 if self.number == 0:
-                    total = self.work.take_total(subset)
-                    self._scaling.prepared[subset] = self.run.scheme.prepare(
-                        total, self.run.calibration_tokens, self._full(subset[0])
-                    )
+                    self._scaling.prepared[subset] = self._prepared(subset)
                 self.work.meet()
 
     def _choose(self, module: nn.Module, subset: Subset) -> None:
@@ -144,6 +142,7 @@ class ScaledShard(Shard):
         work.meet()
         if self.number == 0:
             work.collect(subset, [len(weight) for weight in weights.values()])
+            scaling.prepared[subset] = replace(scaling.prepared[subset], state=None)  # for the forward that follows
             for name in subset:
                 self._restore_losses(name)
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))

@@ -41,6 +41,7 @@ from tasks.methods.gptq import ActivationError, HessianError
 from tasks.methods.grid import QuantizedRows, check_finite, check_weight
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
+from tasks.places import copied_files
 
 LAYOUTS: dict[str, ModuleType] = {
     "gptq": gptq_layout,
@@ -271,6 +272,19 @@ class Scheme:
         size: int = self.layout.packed_bytes(in_features, out_features, self.config, bias.size_bytes if bias else 0)
         return size
 
+    def working_bytes(self, out_features: int, in_features: int) -> int:
+        """Most bytes beside the weight itself while a whole module is quantized; 0 where the rows come in units."""
+        rows = min(out_features, UNIT_ROWS) if self.config.method == "rtn" else out_features
+        return rows * in_features * WORKING_BYTES_PER_WEIGHT.get(self.config.method, 0)
+
+    def outer_peak_bytes(self, names: Iterable[str]) -> int:
+        """Most bytes while what lies outside the layers is exported: all of it at once."""
+        return sum(self.source.tensors[name].size_bytes for name in names)
+
+    def written_bytes(self, layers: int, outer: int) -> int:
+        """Bytes of the export's weights with what is copied beside them, given those of its tensors."""
+        return layers + outer + sum(path.stat().st_size for path in copied_files(self.source.path, self.is_one_file))
+
     def other_bytes(self, names: Iterable[str]) -> int:
         """Bytes that tensors which are not quantized have in the export."""
         return sum(self.source.tensors[name].size_bytes for name in names)
@@ -360,6 +374,8 @@ def _rtn_by_units(weight_NK: Tensor, config: RTNConfig) -> QuantizedRows:
     return QuantizedRows.concatenate([rtn.quantize_rows(rows, config).to("cpu") for rows in weight_NK.split(UNIT_ROWS)])
 
 
+# Measured in whole runs (tests/test_memory.py); float32 copies, errors and their checks are most of it.
+WORKING_BYTES_PER_WEIGHT = {"rtn": 18, "fp8": 22, "bitsandbytes": 30}
 WEIGHT_ONLY: dict[str, Callable[[Tensor, Any], Any]] = {
     "rtn": _rtn_by_units,
     "fp8": fp8.quantize_weight,

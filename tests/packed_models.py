@@ -3,15 +3,16 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tasks.formats import gptq as layout
 from tasks.job import GPTQConfig, RTNConfig
 from tasks.methods import gptq, rtn
 from tasks.methods.grid import QuantizedRows
+from tasks.schemes import LAYOUTS, layout_name
 
 
 def write_packed(source: Path, output: Path, config: GPTQConfig | RTNConfig) -> dict[str, QuantizedRows]:
@@ -19,6 +20,7 @@ def write_packed(source: Path, output: Path, config: GPTQConfig | RTNConfig) -> 
 
     GPTQ gets Hessians of random inputs: good enough for a layout, whose readers know nothing of them.
     """
+    layout: Any = LAYOUTS[layout_name(config)]
     weights = load_file(source / "model.safetensors")
     packed: dict[str, QuantizedRows] = {}
     shards: dict[str, dict[str, Tensor]] = {}
@@ -30,7 +32,7 @@ def write_packed(source: Path, output: Path, config: GPTQConfig | RTNConfig) -> 
         shard |= layout.pack(module, packed[module], config, bias)
     for name in [name for name in weights if name.startswith("model.layers.")]:
         shards[name.split(".")[2]][name] = weights.pop(name)
-    _write(source, output, [*shards.values(), weights], config)
+    _write(source, output, [*shards.values(), weights], layout.quantization_config(config))
     return packed
 
 
@@ -45,7 +47,7 @@ def _quantized(weight_NK: Tensor, config: GPTQConfig | RTNConfig) -> QuantizedRo
     return gptq.quantize_rows(weight_NK, gptq.factor_hessian(sums.hessian(), config), config)
 
 
-def _write(source: Path, output: Path, shards: list[dict[str, Tensor]], config: GPTQConfig | RTNConfig) -> None:
+def _write(source: Path, output: Path, shards: list[dict[str, Tensor]], described: dict[str, Any]) -> None:
     output.mkdir()
     weight_map = {}
     for number, tensors in enumerate(shards, start=1):
@@ -53,7 +55,6 @@ def _write(source: Path, output: Path, shards: list[dict[str, Tensor]], config: 
         save_file(tensors, output / file, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     (output / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    described = layout.quantization_config(config)
     (output / "quantize_config.json").write_text(json.dumps(described))
     model_config = json.loads((source / "config.json").read_text()) | {"quantization_config": described}
     model_config |= {"torch_dtype": model_config["dtype"]}

@@ -22,8 +22,9 @@ from flows.demo import CALIBRATION_TEXT, HELD_OUT_TEXT
 from flows.demo_model import demo_model
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
-from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig
+from tasks.job import AWQConfig, CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig
 from tests.client_environment import client_python
+from tests.flow_jobs import tiny_job
 from tests.packed_models import write_packed
 from tests.tiny_models import write_tiny_llama
 
@@ -39,12 +40,15 @@ CLIENT_VARIABLES = {
     "TORCHDYNAMO_DISABLE": "1",  # the same kernel, without half a minute of compiling
 }
 CLIENT_CLASS = "gptqmodel.nn_modules.qlinear.torch.TorchLinear"
+AWQ_CLIENT_CLASS = "gptqmodel.nn_modules.qlinear.torch_awq.AwqTorchLinear"
 # The client multiplies codes and scales in float16: half a unit in the eleventh bit of each weight.
 LOADED_TOLERANCE = 1e-3
 # And GPTQModel's own loader computes everything in float16: two layers lose 2e-3, the 30 of SmolLM2 1e-2.
 HALF_TOLERANCE = 4e-3
 # With float32 scales only the order of sums is left.
 WIDENED_TOLERANCE = 1e-5
+# The client's awq kernel rounds inputs and outputs to float16 too, whatever the model's dtype.
+AWQ_TOLERANCE = 3e-3
 
 EXPORTS: dict[str, tuple[GPTQConfig | RTNConfig, dict]] = {
     f"rtn-{bits}-{'sym' if sym else 'asym'}-{checkpoint_format}": (
@@ -71,7 +75,21 @@ EXPORTS: dict[str, tuple[GPTQConfig | RTNConfig, dict]] = {
     "biased": (GPTQConfig(group_size=64), {"attention_bias": True, "mlp_bias": True}),
     "rope-scaling": (RTNConfig(group_size=64), {"llama3_rope": True}),
     "float16": (RTNConfig(group_size=64), {"dtype": torch.float16}),
+    "awq-rtn-sym": (RTNConfig(group_size=64, checkpoint_format="awq"), {}),
+    "awq-rtn-asym": (RTNConfig(group_size=32, sym=False, checkpoint_format="awq"), {}),
+    "awq-per-channel": (RTNConfig(group_size=-1, sym=False, checkpoint_format="awq"), {}),
+    "awq-biased": (
+        RTNConfig(group_size=64, sym=False, checkpoint_format="awq"),
+        {"attention_bias": True, "mlp_bias": True, "dtype": torch.float16},
+    ),
     "width-192": (GPTQConfig(group_size=64), {"hidden_size": 192, "intermediate_size": 320}),
+}
+
+
+# Through the flow, as their scales are in the norms of the export.
+SCALED: dict[str, AWQConfig] = {
+    "awq": AWQConfig(group_size=64),
+    "awq-sym": AWQConfig(group_size=32, sym=True),
 }
 
 
@@ -116,9 +134,17 @@ def assert_no_keys_astray(loaded: Loaded) -> None:
     assert loaded.answer["unexpected"] == []
 
 
-def assert_replaced(loaded: Loaded, layers: int) -> None:
+def assert_replaced(loaded: Loaded, layers: int, name: str = "") -> None:
     assert len(loaded.answer["classes"]) == 7 * layers
-    assert set(loaded.answer["classes"].values()) == {CLIENT_CLASS}
+    assert set(loaded.answer["classes"].values()) == {AWQ_CLIENT_CLASS if name.startswith("awq") else CLIENT_CLASS}
+
+
+def assert_close_logits(loaded: Loaded, name: str, tolerance: float) -> None:
+    if name.startswith("awq"):
+        assert relative_error(loaded.logits["loaded"], loaded.expected) < AWQ_TOLERANCE
+    else:
+        assert relative_error(loaded.logits["loaded"], loaded.expected) < tolerance
+        assert_same_logits(loaded)
 
 
 def assert_same_logits(loaded: Loaded) -> None:
@@ -130,7 +156,7 @@ TINY_IDS = [[(7 * i + 3) % 256 for i in range(32)], [(11 * i + 5) % 256 for i in
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory) -> dict[str, Path]:
+def exports(tmp_path_factory, prefect_server) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("exports")
     sources: dict[str, Path] = {}
     paths = {}
@@ -141,6 +167,9 @@ def exports(tmp_path_factory) -> dict[str, Path]:
             sources[kind] = write_tiny_llama(root / f"source-{len(sources)}", **shape)
         paths[name] = root / name
         write_packed(sources[kind], paths[name], config)
+    for name, scaled in SCALED.items():
+        job = tiny_job(sources["{}"], root, quantization=scaled, output=name, root=f"{name}-checkpoint")
+        paths[name] = Path(quantize_model(job).output)
     return paths
 
 
@@ -154,21 +183,19 @@ def through_gptqmodel(exports, tmp_path_factory) -> dict[str, Loaded]:
     return ask_client("gptqmodel", exports, TINY_IDS, tmp_path_factory.mktemp("gptqmodel"))
 
 
-@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize("name", [*EXPORTS, *SCALED])
 def test_transformers_computes_what_our_export_says(through_transformers, name):
     loaded = through_transformers[name]
     assert_no_keys_astray(loaded)
-    assert_replaced(loaded, layers=2)
-    assert relative_error(loaded.logits["loaded"], loaded.expected) < LOADED_TOLERANCE
-    assert_same_logits(loaded)
+    assert_replaced(loaded, 2, name)
+    assert_close_logits(loaded, name, LOADED_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize("name", [*EXPORTS, *SCALED])
 def test_gptqmodel_computes_what_our_export_says(through_gptqmodel, name):
     loaded = through_gptqmodel[name]
-    assert_replaced(loaded, layers=2)
-    assert relative_error(loaded.logits["loaded"], loaded.expected) < HALF_TOLERANCE
-    assert_same_logits(loaded)
+    assert_replaced(loaded, 2, name)
+    assert_close_logits(loaded, name, HALF_TOLERANCE)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ class Failures:
         self.left = times
         self.held: list[weakref.ref[torch.Tensor]] = []
         self.alive_at_repeat: list[int] = []
-        sum_up, start = quantize_shard._Shard._sum_up, quantize_shard._Shard.go
+        sum_up, start = quantize_shard.Shard._sum_up, quantize_shard.Shard.go
 
         def failing(shard: Any, staged: Any, subset: tuple[str, ...]) -> None:
             if shard.work.layer == 1 and subset == ("self_attn.o_proj",):
@@ -56,8 +56,8 @@ class Failures:
                 self.alive_at_repeat.append(sum(reference() is not None for reference in self.held))
             start(shard)
 
-        monkeypatch.setattr(quantize_shard._Shard, "_sum_up", failing)
-        monkeypatch.setattr(quantize_shard._Shard, "go", starting)
+        monkeypatch.setattr(quantize_shard.Shard, "_sum_up", failing)
+        monkeypatch.setattr(quantize_shard.Shard, "go", starting)
 
 
 def shards_of(layer: int) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoint_store.objects import ObjectRef
 from tasks import expert_groups, quantize_layer, quantize_shard
 from tasks.formats import gptq as layout
 from tasks.job import GPTQConfig, RTNConfig
@@ -157,7 +158,7 @@ def test_experts_with_none_one_and_few_tokens_fall_back_by_name_and_stay_packed(
         work, errors = run_shards(run, SPARSE)
         assert errors == []
         packed = quantize_layer.pack(run, work)
-        receipt = quantize_layer._receipt(run, work, "key", "0" * 64, 1)
+        receipt = quantize_layer._receipt(run, work, "key", ObjectRef("layer", "name", "0" * 64, 1), None)
         assert receipt.expert_tokens == (145, 132, 1, 12, 0, 0, 0, 0)
         fallbacks = {module.name: module.fallback for module in receipt.fallbacks}
         assert len(fallbacks) == 6 * 3

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint_store.objects import ObjectRef
 from flows.quantize_model import quantize_model
 from tasks import preflight
 from tasks.evaluate import dense_model
@@ -167,7 +168,10 @@ def test_the_report_tells_how_many_tokens_reached_each_expert(tmp_path: Path) ->
     from tests.layer_runs import open_run, run_shards
 
     with open_run(tiny_job(write_tiny("qwen3_moe", tmp_path / "model"), tmp_path)) as run:
-        receipts = [_receipt(run, run_shards(run, layer)[0], "key", "0" * 64, 1) for layer in (0, 1)]
+        receipts = [
+            _receipt(run, run_shards(run, layer)[0], "key", ObjectRef("layer", "name", "0" * 64, 1), None)
+            for layer in (0, 1)
+        ]
         assert sum(receipts[0].expert_tokens) == 2 * run.calibration_tokens
     assert receipts[1].expert_tokens == ()
     assert json.loads(receipts[0].model_dump_json())["expert_tokens"] == list(receipts[0].expert_tokens)

@@ -166,6 +166,15 @@ def test_a_linear_whose_channels_are_mixed_or_bent_takes_no_scales() -> None:
     }
 
 
+def test_a_linear_that_no_token_of_the_trial_came_to_is_named_as_one() -> None:
+    class Idle(MLP):
+        def forward(self, hidden_BTH: Tensor) -> Tensor:
+            return hidden_BTH + self.gate(self.norm(hidden_BTH)).mean() + self.up(self.norm(hidden_BTH)).mean()
+
+    found = folding_of(Idle())
+    assert found.refusals == {DOWN: "no token of the trial came to it"} and GATE_UP in found.folds
+
+
 def test_gate_and_up_in_one_matrix_are_left_unfolded() -> None:
     class Fused(nn.Module):
         def __init__(self) -> None:

@@ -11,6 +11,7 @@ from tasks.job import (
     AWQConfig,
     BitsAndBytesConfig,
     CalibrationConfig,
+    EXL3Config,
     FP8Config,
     GGUFConfig,
     GPTQConfig,
@@ -105,6 +106,11 @@ def test_every_option_reaches_its_field() -> None:
         ),
         ("bitsandbytes", BitsAndBytesConfig()),
         ("gguf --quant-type q6_k --strict --imatrix", GGUFConfig(quant_type="q6_k", strict=True, imatrix=True)),
+        ("exl3 --bits 4", EXL3Config(bits=4)),
+        (
+            "exl3 --bits 2.5 --codebook mul1 --out-scales never --sigma-reg 0.05",
+            EXL3Config(bits=2.5, codebook="mul1", out_scales="never", sigma_reg=0.05),
+        ),
         (
             "bitsandbytes --quant-type fp4 --no-double-quant --compute-dtype float32",
             BitsAndBytesConfig(quant_type="fp4", double_quant=False, compute_dtype="float32"),
@@ -138,6 +144,9 @@ def test_options_that_are_not_given_leave_the_defaults() -> None:
     [
         ("--method rtn --desc-act", "--desc-act does not apply to method `rtn`"),
         ("--method fp8 --bits 8", "--bits does not apply to method `fp8`"),
+        ("--method gptq --bits 5", "--bits 5"),
+        ("--method gptq --bits 2.5", "--bits 2.5"),
+        ("--method exl3 --bits 1.5", "--bits 1.5"),
         ("--method gptq --format fp8", "--format fp8"),
         ("--method gptq --format awq", "--format awq"),
         ("--method awq --bits 8", "checkpoint_format `awq` holds 4 bits, not 8"),

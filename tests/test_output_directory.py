@@ -217,13 +217,15 @@ os.rename = killing
 with output_directory.Export(output) as export:
     export.add_bytes("config.json", b"{}")
     export.add_bytes("a", b"a")
+    export.add_bytes("sub/b", b"b")
+    export.add_bytes("sub/c", b"c")
     export.add_bytes(output_directory.INDEX_FILE, b"{}")
     export.finish({"identity": "abc"})
 """
 
 
 @pytest.mark.parametrize("exists", [False, True])
-@pytest.mark.parametrize("kill_at", range(1, 5))
+@pytest.mark.parametrize("kill_at", range(1, 6))
 def test_a_run_killed_at_any_rename_never_looks_finished_and_is_cleared_away(
     tmp_path: Path, kill_at: int, exists: bool
 ) -> None:

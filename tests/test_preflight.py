@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from tasks.gguf_scheme import GGUFScheme
 from tasks.job import BitsAndBytesConfig, FP8Config, GGUFConfig, Quantization, QuantizationJob, RTNConfig
+from tasks.models.decoder import Decoder
+from tasks.models.folding import Folding
 from tasks.models.source import SourceModel
 from tasks.plan import Plan, size
-from tasks.preflight import PreflightError, check
-from tasks.schemes import scheme_of
+from tasks.preflight import RECORD_BYTES_PER_MODULE, PreflightError, check
+from tasks.schemes import BYTES_PER_HESSIAN_ENTRY, scheme_of
 from tests.tiny_models import write_tiny_llama
 
 TEXTS = ["one two three four five six seven"] * 4
@@ -291,13 +293,14 @@ def test_what_an_earlier_run_has_written_need_not_be_free_again(model, tmp_path,
 def test_the_checkpoint_holds_all_layers_and_a_continuation_more_than_are_kept(model, tmp_path):
     plan = plan_of(model, tmp_path, checkpoint={"path": str(tmp_path / "root"), "keep_last": 4})
     assert plan.continuation_bytes == 4 * 64 * 64 * 2  # samples, tokens, hidden size, bfloat16
-    assert plan.spaces[0].needed_bytes == plan.layers_after + 5 * plan.continuation_bytes
+    records = 7 * 2 * RECORD_BYTES_PER_MODULE
+    assert plan.spaces[0].needed_bytes == plan.layers_after + 5 * plan.continuation_bytes + records
 
 
 def test_a_method_without_calibration_needs_no_continuation(model, tmp_path):
     plan = plan_of(model, tmp_path, quantization={"method": "rtn", "group_size": 32})
     assert plan.continuation_bytes == plan.calibration_tokens == 0
-    assert plan.spaces[0].needed_bytes == plan.layers_after
+    assert plan.spaces[0].needed_bytes == plan.layers_after + 7 * 2 * RECORD_BYTES_PER_MODULE
 
 
 def test_the_bound_on_tokens_covers_what_is_prepared(model, tmp_path):
@@ -405,6 +408,10 @@ def test_what_the_chosen_layout_can_not_hold_is_told_whatever_the_method(model, 
     ("quantization", "words"),
     [
         ({"method": "fp8"}, "fp8, e4m3, one scale per row, layout compressed-tensors"),
+        (
+            {"method": "rtn", "group_size": 32, "sym": False, "checkpoint_format": "awq"},
+            "rtn, 4 bit, groups of 32, asymmetric, layout awq",
+        ),
         ({"method": "bitsandbytes"}, "bitsandbytes, nf4, double quantization, layout bitsandbytes"),
     ],
 )
@@ -412,6 +419,35 @@ def test_the_plan_needs_no_calibration_of_a_weight_only_method(model, tmp_path, 
     plan = plan_of(model, tmp_path, quantization=quantization, calibration=None)
     assert plan.table().splitlines()[0].endswith(words)
     assert plan.continuation_bytes == plan.memory.statistics_bytes == 0
+
+
+AWQ = {"method": "awq", "group_size": 32}
+
+
+def test_awq_holds_the_moments_of_all_subsets_of_a_layer(model, tmp_path):
+    assert plan_of(model, tmp_path, quantization=AWQ).memory.statistics_bytes == 4 * (3 * 64**2 + 4 * 128**2)
+    gptq = plan_of(model, tmp_path).memory.statistics_bytes
+    assert gptq == BYTES_PER_HESSIAN_ENTRY * 128**2
+
+
+def test_awq_needs_calibration_and_sizes_that_its_layout_holds(model, tmp_path):
+    assert "looks at activations" in problem_of(model, tmp_path, quantization=AWQ, calibration=None)
+    problems = problems_of(model, tmp_path, quantization={"method": "awq"})
+    assert any("in_features 64 is not a multiple of group_size 128" in problem for problem in problems)
+    (problem,) = problems_of(
+        model, tmp_path, quantization={"method": "rtn", "bits": 8, "group_size": 32, "checkpoint_format": "awq"}
+    )
+    assert "the awq layout holds 4 bits, not 8" in problem
+
+
+def test_what_awq_can_not_scale_and_who_reads_it_is_told(model, tmp_path, monkeypatch):
+    (note,) = plan_of(model, tmp_path, quantization=AWQ).notes
+    assert "with the gptqmodel package only" in note
+    monkeypatch.setattr(Decoder, "folding", lambda self, i: Folding({}, {("mlp.down_proj",): "an odd activation"}))
+    notes = plan_of(model, tmp_path, quantization=AWQ).notes
+    assert "layers like 0: mlp.down_proj can't be scaled, only clipped: an odd activation" in notes
+    as_tensors = AWQ | {"checkpoint_format": "compressed-tensors"}
+    assert not any("gptqmodel" in note for note in plan_of(model, tmp_path, quantization=as_tensors).notes)
 
 
 # The plan -------------------------------------------------------------------------------------------------------------
@@ -486,6 +522,7 @@ def test_preflight_needs_neither_the_flow_nor_prefect():
     assert found.stdout.strip() == "[]"
 
 
-def test_two_cpu_slots_hold_two_layers_at_once(model, tmp_path):
+def test_two_cpu_slots_hold_two_layers_at_once(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.preflight.FINITE_CHECK_BYTES", 0)  # more than all of this model's weights
     one, two = (plan_of(model, tmp_path, devices=devices).memory for devices in ("cpu", "cpu,cpu"))
     assert two.host_peak_bytes - one.host_peak_bytes == one.layer_bytes

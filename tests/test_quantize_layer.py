@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoint_store.objects import ObjectRef
 from tasks import quantize_layer, quantize_shard
 from tasks.execution_plan import LANES
 from tasks.formats import gptq as layout
@@ -127,7 +128,7 @@ def test_a_hessian_that_will_not_factor_rounds_its_subset_to_nearest_and_says_wh
         assert errors == []
         expected = rtn.quantize_rows(run.decoder.materialise(0, "cpu").self_attn.o_proj.weight, run.job.quantization)
         assert torch.equal(work.quantized["self_attn.o_proj"].codes_NK, expected.codes_NK)
-        receipt = quantize_layer._receipt(run, work, "key", "0" * 64, 1)
+        receipt = quantize_layer._receipt(run, work, "key", ObjectRef("layer", "name", "0" * 64, 1), None)
     (fallen,) = receipt.fallbacks
     assert (fallen.name, fallen.method) == ("self_attn.o_proj", "rtn")
     assert fallen.fallback == "leading minor 7 is not positive definite"

@@ -148,7 +148,7 @@ def test_the_layers_own_output_is_closer_than_after_rounding_to_nearest(model: P
                     assert failed == []
                     outputs = [work.outputs[batch].float() for batch in range(len(true))]
                 else:
-                    for name in run.decoder.linear_shapes:
+                    for name in run.decoder.linear_shapes(0):
                         weight = module.get_submodule(name).weight
                         weight.data = rtn.quantize_rows(weight.data, config).dequantize()
                     outputs = [

@@ -28,7 +28,7 @@ from tasks.job import (
     Quantization,
     RTNConfig,
 )
-from tasks.output_directory import GGUF_FILE
+from tasks.output_directory import GGUF_FILE, read_report
 from tasks.quantize_shard import LayerWork, shares
 from tasks.schemes import needs_activations
 from tests.flow_jobs import contents, layers_run, tiny_job
@@ -141,8 +141,6 @@ def test_a_run_cut_short_and_resumed_ends_with_the_bytes_of_one_that_was_not(
 
 
 def test_the_report_names_the_method_of_each_module_and_a_loss(exports: dict[str, Path]) -> None:
-    from tasks.output_directory import read_report
-
     for name in WEIGHT_ONLY:
         report = read_report(exports[name])
         assert report is not None
@@ -150,6 +148,15 @@ def test_the_report_names_the_method_of_each_module_and_a_loss(exports: dict[str
         for layer in report["layers"]:
             assert {module["method"] for module in layer["modules"]} == {CONFIGS[name].method}
             assert len(layer["modules"]) == 7 and all(module["loss"] > 0 for module in layer["modules"])
+
+
+def test_the_report_of_awq_names_its_method_and_nothing_that_was_left_unscaled(exports: dict[str, Path]) -> None:
+    for name in ("awq", "awq as compressed-tensors"):
+        report = read_report(exports[name])
+        assert report is not None and report["fallbacks"] == 0
+        for layer in report["layers"]:
+            assert {(module["method"], module["unscaled"]) for module in layer["modules"]} == {("awq", None)}
+            assert all(module["loss"] > 0 for module in layer["modules"])
 
 
 @given(st.dictionaries(st.text(), st.integers(1, 100), min_size=1), st.integers(1, 9))

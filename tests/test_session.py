@@ -341,6 +341,18 @@ def test_an_expected_layer_or_record_that_never_arrived_is_named_and_nothing_is_
     assert session.layer_objects()[2].key == "layers.2"
 
 
+def test_every_finished_layer_must_have_each_of_its_objects(run):
+    session = run.open(layer_roles=(sessions.LAYER, sessions.ADAPTER))
+    finish(session, 0)
+    with pytest.raises(CheckpointError, match=r"adapter `layers\.0` finished but never reached the store"):
+        publish(session, 1)
+    session.stage_layer("layers.0", BytesPayload(b"matrices"), sessions.ADAPTER)
+    publish(session, 1)
+    (ref,) = session.layer_objects(sessions.ADAPTER)
+    assert bytes(session.view(ref)) == b"matrices"
+    assert [ref.role for ref in session.layer_objects()] == [sessions.LAYER]
+
+
 def test_the_interval_and_the_last_layer_decide_when_to_publish(run):
     with run.open(interval="layer:3") as session:
         assert [finished for finished in range(1, LAYERS + 1) if session.is_due(finished)] == [3, 4]

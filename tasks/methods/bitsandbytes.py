@@ -78,8 +78,9 @@ class FourBitRows:
         """float32 [N, K]: what a reader of the exported file computes, before it rounds to its own dtype."""
         packed_P = self.packed_P1.flatten()
         codes = torch.stack([packed_P >> 4, packed_P & 15], dim=1).flatten()[: math.prod(self.shape)]
-        scales = self.magnitudes().repeat_interleave(BLOCK_SIZE)[: len(codes)]
-        return (self.quant_map[codes.long()] * scales).reshape(self.shape)
+        dense = self.quant_map[codes.int()]
+        dense *= self.magnitudes().repeat_interleave(BLOCK_SIZE)[: len(codes)]
+        return dense.reshape(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +98,7 @@ class Int8Rows:
 
     def dequantize(self) -> Tensor:
         """float32 [N, K]: what a reader of the exported file computes, apart from its own rounding of activations."""
-        return self.codes_NK.float() * self.absmax_N[:, None] * (1 / 127)
+        return self.codes_NK.float().mul_(self.absmax_N[:, None]).mul_(1 / 127)
 
 
 BitsAndBytesRows = FourBitRows | Int8Rows
@@ -138,7 +139,7 @@ def _quantize_int8(weight_NK: Tensor) -> Int8Rows:
     codes_NK, absmax_N, _ = library().int8_vectorwise_quant(weight_NK.half())
     codes_NK = codes_NK.masked_fill(absmax_N[:, None] == 0, 0)
     rows = Int8Rows(codes_NK, absmax_N, torch.zeros(len(codes_NK)))
-    return Int8Rows(codes_NK, absmax_N, row_losses(rows.dequantize() - weight_NK.float()))
+    return Int8Rows(codes_NK, absmax_N, row_losses(rows.dequantize().sub_(weight_NK)))
 
 
 def _quantize_4bit(weight_NK: Tensor, config: BitsAndBytesConfig) -> FourBitRows:
@@ -168,7 +169,7 @@ def _quantize_4bit(weight_NK: Tensor, config: BitsAndBytesConfig) -> FourBitRows
             f"row {int(bad_N.nonzero()[0])} (one of {int(bad_N.sum())}) holds a weight that {weight_NK.dtype} can't hold "
             f"once it is rounded to {config.quant_type}; the source file is damaged or the model diverged"
         )
-    return FourBitRows(**{**vars(rows), "losses_N": row_losses(dense_NK - weight_NK.float())})
+    return FourBitRows(**{**vars(rows), "losses_N": row_losses(dense_NK.sub_(weight_NK))})
 
 
 def _quantize_magnitudes(absmax_B: Tensor) -> tuple[Tensor, Nested]:

@@ -153,7 +153,7 @@ def check_weight(weight_NK: Tensor, config: GridConfig) -> None:
 def row_losses(error_NK: Tensor) -> Tensor:
     """float64 [N]: mean squared error of each row, also where a square would leave the float32 range."""
     largest_N = error_NK.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    return (error_NK / largest_N[:, None]).square().mean(dim=1).double() * largest_N.double().square()
+    return (error_NK / largest_N[:, None]).square_().mean(dim=1).double() * largest_N.double().square()
 
 
 def find_grid(weight_RC: Tensor, config: GridConfig) -> tuple[Tensor, Tensor]:

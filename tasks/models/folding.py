@@ -76,8 +76,9 @@ def find_folding(
         except _Refused as reason:
             refusals |= {subset: f"`{name}` {reason}" for subset in readers if subset not in folds}
     for subset in subsets:
-        if subset not in folds:
-            refusals.setdefault(subset, "nothing before it scales its input channel by channel, and nothing else")
+        if not probe.reached.issuperset(subset):
+            refusals.setdefault(subset, "no token of the trial came to it")
+        refusals.setdefault(subset, "nothing before it scales its input channel by channel, and nothing else")
     return Folding(folds, {subset: refusals[subset] for subset in subsets if subset not in folds})
 
 
@@ -108,6 +109,7 @@ class _Probe:
                 value = 1 + 0.1 * torch.randn(parameter.shape, generator=generator)
                 setattr(module, own, nn.Parameter(value, requires_grad=False))
         self._base, self._base_output = self._run()
+        self.reached = frozenset(self._base)
 
     def _constant(self, name: str, out_features: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
         seed = int(torch.randint(1 << 31, (), generator=generator))

@@ -19,23 +19,24 @@ from pathlib import Path
 import torch
 from gptqmodel import BACKEND, GPTQModel
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPTQConfig
+from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
 # The kernels that every CPU has; `auto` picks one by the CPU's instructions and may compile it first.
-BACKENDS = {"gptq": BACKEND.GPTQ_TORCH, "qqq": BACKEND.QQQ_TORCH}
+BACKENDS = {"gptq": BACKEND.GPTQ_TORCH, "awq": BACKEND.AWQ_TORCH, "qqq": BACKEND.QQQ_TORCH}
 
 
 def load(loader: str, directory: str):
     """The model and what its loader says of missing and unexpected keys."""
+    described = json.loads((Path(directory) / "config.json").read_text())["quantization_config"]
+    method = described["quant_method"]
     if loader == "gptqmodel":
-        method = json.loads((Path(directory) / "config.json").read_text())["quantization_config"]["quant_method"]
         return GPTQModel.load(directory, backend=BACKENDS[method], device="cpu", dtype=torch.float16).model, {}
-    bits = json.loads((Path(directory) / "quantize_config.json").read_text())["bits"]
+    # Only the backend is taken from here.
+    chosen = (
+        AwqConfig(backend="torch_awq") if method == "awq" else GPTQConfig(bits=described["bits"], backend="gptq_torch")
+    )
     return AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        quantization_config=GPTQConfig(bits=bits, backend="gptq_torch"),  # only the backend is taken from here
-        output_loading_info=True,
+        directory, dtype=torch.float32, quantization_config=chosen, output_loading_info=True
     )
 
 
