@@ -5,8 +5,9 @@
     python benchmarks/exl3.py quality
 
 `speed` times the search for paths, by the processor time of all threads and by the clock. Beside it stands the time that
-one pass over a tile's 65,536 edges takes (a product in place); a step takes four passes and one of the nodes. `--compiled`
-times one step as torch.compile makes it, where a C++ compiler is at hand, and says whether its bytes are the same.
+one pass over a tile's 65,536 edges takes (a product in place); a plain step takes four passes, of which two also read from
+elsewhere, and one of the nodes, a 256th of the way back and some microseconds of torch's own. `--compiled` times what
+`compiled` asks for too, where a C++ compiler is at hand.
 
 `scales` gives the mean squared error of unit Gaussian weights by the scale at which they are coded: where it is least is
 USUAL_SCALES in tasks/methods/exl3.py.
@@ -14,8 +15,18 @@ USUAL_SCALES in tasks/methods/exl3.py.
 `quality` compares output errors on random weights (512 x 512) and correlated inputs: SmolLM2's sizes are no multiples of
 128, so benchmarks/quality.py can't.
 
-Measured on 2 cores of an AMD EPYC (1 MiB of L2 each), 2026-11-29, seven other programs running beside it, so that the clock
-says nothing and processor time is what counts: see RESULTS at the end of this file.
+Measured on an AMD EPYC with AVX2 and 1 MiB of L2 a core, 2026-11-29, while a dozen other processes shared the two cores: the
+clock says nothing then, processor time is what counts. One thread, `speed --tiles 16 --compiled`; a pass took 3.7 us:
+
+    bits                             2       3       4       5       6       7       8
+    plain, weights/s of a core  11,171  13,012  13,172  13,443  16,186  17,178  16,944
+    compiled                    19,331  23,428  25,675  27,052
+
+`quality`, output error as a share of the output's power:
+
+    bits    exl3      exl3, no Hessian   gptq g128 asym   rtn g128 asym
+    2       0.008403  0.068478           0.042625         0.298610
+    3       0.001800  0.017213           0.006575         0.059867
 """
 
 import argparse
@@ -27,7 +38,7 @@ from torch import Tensor
 
 from tasks.job import EXL3Config, GPTQConfig
 from tasks.methods import exl3, gptq, rtn
-from tasks.methods.exl3_trellis import CODEBOOKS, TILE, WORD_BITS, Trellis, codebook
+from tasks.methods.exl3_trellis import CODEBOOKS, MOST_COMPILED_BITS, TILE, WORD_BITS, Trellis, codebook
 
 SCALES = (0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05)
 
@@ -44,63 +55,22 @@ def seconds_each(work: Callable[[], object], times: int) -> tuple[float, float]:
     return min(rounds)
 
 
-def speed(widths: list[int], tiles: int, with_compiled: bool) -> None:
+def speed(widths: list[int], tiles: int, is_compiled: bool) -> None:
     tiles_BL = torch.randn(tiles, TILE, generator=torch.Generator().manual_seed(0))
     edges_S = torch.ones(1 << WORD_BITS)
-    bound, _ = seconds_each(lambda: torch.mul(edges_S, edges_S, out=edges_S), 1000)
-    print(f"threads {torch.get_num_threads()}; a pass over 65,536 float32 in the cache: {bound * 1e6:.1f} us")
-    print("bits   us/step  passes   weights/s of a core   weights/s by the clock")
+    one_pass, _ = seconds_each(lambda: torch.mul(edges_S, edges_S, out=edges_S), 1000)
+    print(f"threads {torch.get_num_threads()}; a pass over 65,536 float32 in the cache: {one_pass * 1e6:.1f} us")
+    print("bits            us/step  passes   weights/s of a core   weights/s by the clock")
     for bits in widths:
-        trellis = Trellis(codebook("mcg"), bits)
-        processor, clock = seconds_each(lambda trellis=trellis: trellis.search(tiles_BL), 1)  # type: ignore[misc]
-        step = processor / tiles / (2 * TILE)
-        weights = tiles * TILE
-        print(f"{bits:4} {step * 1e6:9.1f} {step / bound:7.1f} {weights / processor:21,.0f} {weights / clock:24,.0f}")
-    if with_compiled:
-        for bits in widths:
-            _compiled_step(bits)
-
-
-def _compiled_step(bits: int, tiles: int = 8) -> None:
-    """The compiled step keeps no edges, so that several tiles go together; the plain one does best with one."""
-    k, m = 1 << bits, 1 << (WORD_BITS - 2 * bits)
-    if m < k:
-        return
-    values_ksm, costs_Bkm = torch.randn(k, k, m), torch.rand(tiles, k, m)
-    value_B, nodes_Bms = torch.randn(tiles), torch.empty(tiles, m, k)
-
-    def least(values_ksm: Tensor, value_B: Tensor, costs_Bkm: Tensor) -> Tensor:
-        best_Bsm = (values_ksm[0] - value_B[:, None, None]).square() + costs_Bkm[:, 0, None]
-        for i in range(1, k):
-            edges_Bsm = (values_ksm[i] - value_B[:, None, None]).square() + costs_Bkm[:, i, None]
-            best_Bsm = torch.minimum(best_Bsm, edges_Bsm)
-        return best_Bsm
-
-    edges_ksm, best_Bsm = torch.empty(k, k, m), torch.empty(tiles, k, m)
-    values, costs = value_B.unbind(), costs_Bkm[:, :, None].unbind()
-
-    def plain() -> None:
-        for tile in range(tiles):
-            torch.sub(values_ksm, values[tile], out=edges_ksm)
-            torch.mul(edges_ksm, edges_ksm, out=edges_ksm)
-            edges_ksm.add_(costs[tile])
-            torch.amin(edges_ksm, dim=0, out=best_Bsm[tile])
-            nodes_Bms[tile].copy_(best_Bsm[tile].t())
-
-    compiled = torch.compile(least, dynamic=False)
-    started = time.perf_counter()
-    compiled(values_ksm, value_B, costs_Bkm)
-    compiling = time.perf_counter() - started
-    plain_seconds, _ = seconds_each(plain, 100)
-    compiled_seconds, _ = seconds_each(
-        lambda: nodes_Bms.copy_(compiled(values_ksm, value_B, costs_Bkm).transpose(1, 2)), 100
-    )
-    is_same = torch.equal(compiled(values_ksm, value_B, costs_Bkm), best_Bsm)
-    print(
-        f"{bits} bits, one step of a tile: plain {plain_seconds / tiles * 1e6:.1f} us, compiled "
-        f"{compiled_seconds / tiles * 1e6:.1f} us ({compiling:.0f} s to compile), bytes "
-        f"{'the same' if is_same else 'DIFFERENT'}"
-    )
+        for compiled in (False, True) if is_compiled and bits <= MOST_COMPILED_BITS else (False,):
+            trellis = Trellis(codebook("mcg"), bits, compiled)
+            processor, clock = seconds_each(lambda trellis=trellis: trellis.search(tiles_BL), 1)  # type: ignore[misc]
+            step, weights = processor / tiles / (2 * TILE), tiles * TILE
+            print(
+                f"{bits:4} {'compiled' if compiled else 'plain':9} {step * 1e6:8.1f} {step / one_pass:7.1f} "
+                f"{weights / processor:21,.0f} {weights / clock:24,.0f}",
+                flush=True,
+            )
 
 
 def scales(widths: list[int], name: str, tiles: int) -> None:

@@ -1,6 +1,6 @@
 """What each method costs in quality: perplexity and mean KL of a quantized model, beside another quantizer's figures.
 
-    python benchmarks/quality.py MODEL [--directory DIR] [--json]
+    python benchmarks/quality.py MODEL [--methods rtn,fp8] [--directory DIR] [--json]
 
 MODEL is SmolLM2-135M-Instruct: the peer's figures hold for it alone. Every setting is quantized by the flow as a user's job
 would be, exported, read back and judged on the first four windows of 512 tokens of the LGPL 2.1, which Debian keeps in
@@ -24,7 +24,17 @@ from transformers import AutoTokenizer
 from checkpoint_store.config import CheckpointConfig
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model, mean_kl, perplexity
-from tasks.job import AWQConfig, CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig
+from tasks.job import (
+    AWQConfig,
+    BitsAndBytesConfig,
+    CalibrationConfig,
+    FP8Config,
+    GGUFConfig,
+    GPTQConfig,
+    Quantization,
+    QuantizationJob,
+    RTNConfig,
+)
 
 CALIBRATION = Path(__file__).with_name("quality_calibration.jsonl")
 HELD_OUT = Path("/usr/share/common-licenses/LGPL-2.1")
@@ -38,13 +48,22 @@ NOISE = 0.005
 class Setting:
     """One line of the table; `peer` is GPTQModel's perplexity for the same, where it was measured."""
 
-    name: str
-    quantization: GPTQConfig | RTNConfig | AWQConfig
+    name: str  # begins with the method
+    quantization: Quantization
     peer: float | None = None
 
 
 SETTINGS = (
     Setting("rtn 4 bit g64", RTNConfig(group_size=64), 27.757),
+    Setting("rtn 8 bit g64", RTNConfig(bits=8, group_size=64, checkpoint_format="compressed-tensors")),
+    Setting("fp8 e4m3 per row", FP8Config()),
+    Setting("bitsandbytes nf4", BitsAndBytesConfig()),
+    Setting("bitsandbytes fp4", BitsAndBytesConfig(quant_type="fp4")),
+    Setting("bitsandbytes int8", BitsAndBytesConfig(quant_type="int8")),
+    Setting("gguf q4_0", GGUFConfig(quant_type="q4_0")),
+    Setting("gguf q4_k_m", GGUFConfig()),
+    Setting("gguf q4_k_m imatrix", GGUFConfig(imatrix=True)),
+    Setting("gguf q8_0", GGUFConfig(quant_type="q8_0")),
     Setting("gptq 4 bit g64", GPTQConfig(group_size=64), 21.808),
     Setting("gptq 4 bit g64 in column order", GPTQConfig(group_size=64, act_group_aware=False)),
     Setting("gptq 4 bit g32", GPTQConfig(group_size=32)),
@@ -52,6 +71,9 @@ SETTINGS = (
     Setting("awq 4 bit g64", AWQConfig(group_size=64), 33.162),
     Setting("awq 4 bit g64 symmetric", AWQConfig(group_size=64, sym=True)),
 )
+# GPTQModel's figure for the source, on the same text.
+PEER_SOURCE = 19.547
+METHODS = tuple(dict.fromkeys(setting.quantization.method for setting in SETTINGS))
 
 
 @dataclass(frozen=True)
@@ -78,16 +100,19 @@ class Result:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path, help="directory of SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--methods", type=_methods, default=METHODS, help=f"some of {','.join(METHODS)}, separated by commas"
+    )
     parser.add_argument("--directory", type=Path, help="where exports and checkpoints are kept")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     if not HELD_OUT.is_file():
         parser.error(f"{HELD_OUT} is not there; take it from Debian's package base-files")
     if arguments.directory is not None:
-        results = measure(arguments.model, arguments.directory.absolute())
+        results = measure(arguments.model, arguments.directory.absolute(), arguments.methods)
     else:
         with tempfile.TemporaryDirectory() as directory:
-            results = measure(arguments.model, Path(directory))
+            results = measure(arguments.model, Path(directory), arguments.methods)
     if arguments.json:
         print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=2))
     else:
@@ -99,13 +124,15 @@ def main() -> int:
     return 1 if worse else 0
 
 
-def measure(model: Path, directory: Path) -> list[Result]:
-    """Quantize with every setting below `directory` and judge the exports; the source comes first."""
+def measure(model: Path, directory: Path, methods: tuple[str, ...] = METHODS) -> list[Result]:
+    """Quantize with every setting of these methods below `directory` and judge the exports; the source comes first."""
     input_ids = torch.tensor(AutoTokenizer.from_pretrained(model)(HELD_OUT.read_text())["input_ids"])
     input_ids = input_ids[: WINDOWS * WINDOW]
     source = dense_model(model)
-    results = [Result("source", perplexity(source, input_ids, WINDOW), None, None, None)]
+    results = [Result("source", perplexity(source, input_ids, WINDOW), None, PEER_SOURCE, None)]
     for setting in SETTINGS:
+        if setting.quantization.method not in methods:
+            continue
         report = quantize_model(job(model, directory / setting.name.replace(" ", "-"), setting))
         exported = dense_model(report.output)
         results.append(
@@ -129,6 +156,14 @@ def job(model: Path, place: Path, setting: Setting) -> QuantizationJob:
         calibration=CalibrationConfig(data=str(CALIBRATION), samples=32, sequence_length=WINDOW),
         checkpoint=CheckpointConfig(path=str(place / "checkpoint")),
     )
+
+
+def _methods(text: str) -> tuple[str, ...]:
+    chosen = tuple(text.split(","))
+    for method in chosen:
+        if method not in METHODS:
+            raise argparse.ArgumentTypeError(f"`{method}` is none of {', '.join(METHODS)}")
+    return chosen
 
 
 def _shown(cell: str | float | None) -> str:

@@ -8,8 +8,8 @@ from logging import getLogger
 from typing import Any
 
 from checkpoint_store.disk import Disk
-from checkpoint_store.errors import CheckpointError, StoreLocked
-from checkpoint_store.failures import writing
+from checkpoint_store.errors import CheckpointDamaged, CheckpointError, StoreLocked
+from checkpoint_store.failures import reading, writing
 
 WRITER_LOCK = "writer.lock"
 READERS_LOCK = "readers.lock"
@@ -114,13 +114,17 @@ def _locked_message(disk: Disk, path: str, holder: dict[str, Any] | None) -> str
 class ReadersLock:
     """A reader's share in the readers' lock, to which sweeps defer; on a root without one, `is_held` is False."""
 
-    def __init__(self, disk: Disk, root: int) -> None:
+    def __init__(self, disk: Disk, root: int, path: str) -> None:
         self._disk = disk
         self._file: int | None = None
         try:
-            file = disk.open_for_shared_lock(root, READERS_LOCK)
-        except (FileNotFoundError, PermissionError):  # the reader looks at CURRENT again instead
-            return
+            with reading(f"{path}/{READERS_LOCK}"):
+                file = disk.open_for_shared_lock(root, READERS_LOCK)
+        except CheckpointError as error:
+            # Missing, not ours to open, or something else in its place: the reader looks at CURRENT again instead.
+            if isinstance(error, CheckpointDamaged) or isinstance(error.__cause__, PermissionError):
+                return
+            raise
         deadline = time.monotonic() + _READER_PATIENCE_SECONDS
         try:
             while not disk.lock(file, exclusive=False):

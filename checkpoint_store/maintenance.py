@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_store.disk import Disk
-from checkpoint_store.errors import CheckpointDamaged, CheckpointMissing
+from checkpoint_store.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 from checkpoint_store.failures import is_missing, reading, writing
 from checkpoint_store.garbage import SweepReport
 from checkpoint_store.generations import FORMAT_VERSION
@@ -102,7 +102,7 @@ def _last_writer(root: Root) -> dict[str, Any] | None:
                 return read_holder(root.disk, file)
             finally:
                 root.disk.close(file)
-    except CheckpointDamaged:  # only diagnostics
+    except CheckpointError:  # only diagnostics
         return None
 
 
@@ -141,8 +141,8 @@ def verify(
     With `quarantine` it takes the writer lock and moves damaged files to `quarantine/`; it deletes nothing. Raises
     CheckpointDamaged when not even the root pointers can be read, CheckpointMissing where no root was ever made.
     """
-    if bytes_per_second is not None and not 0 < bytes_per_second < math.inf:
-        raise ValueError(f"a scrub at {bytes_per_second} bytes per second never ends; give a positive rate")
+    if bytes_per_second is not None and not 1 <= bytes_per_second < math.inf:
+        raise ValueError(f"a scrub at {bytes_per_second} bytes per second never ends; give a positive rate, 1 at least")
     started = time.monotonic()
     report = VerifyReport()
     _refuse_absent(path, disk)

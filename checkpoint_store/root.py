@@ -192,7 +192,15 @@ class Root:
         """CURRENT, or loudly the spare when CURRENT is damaged and the spare lists a generation."""
         raw = self.raw_current()
         try:
-            return Pointer(self.decode_pointer(CURRENT, root_id, raw), None, raw)
+            current = self.decode_pointer(CURRENT, root_id, raw)
+            if current.generations or not self._spare_lists_generations(root_id):
+                return Pointer(current, None, raw)
+            if self.raw_current() != raw:  # a writer published twice between the two looks
+                return self.pointer(root_id)
+            reason = (
+                f"`{self.path}/{CURRENT}` is damaged: it lists no generation and its spare does; an old copy was put in "
+                f"its place, or the disk has lost a write"
+            )
         except CheckpointDamaged as error:
             reason = str(error)
         try:
@@ -203,6 +211,12 @@ class Root:
             raise self._both_lost(f"{reason}; `{self.path}/{SPARE}` lists no generation, which proves nothing")
         logger.error("%s; going on with the spare root pointer `%s/%s`", reason, self.path, SPARE)
         return Pointer(spare, reason, raw)
+
+    def _spare_lists_generations(self, root_id: str) -> bool:
+        try:
+            return bool(self.decode_pointer(SPARE, root_id).generations)
+        except CheckpointDamaged:  # missing before the first publish; where it is damaged it tells nothing
+            return False
 
     def refuse_obstacles(self) -> None:
         """CheckpointDamaged where a directory stands in a pointer's place: hours later no rename could replace it."""

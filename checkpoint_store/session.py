@@ -287,7 +287,8 @@ class CheckpointSession:
     def drain(self) -> None:
         """Wait for a publish that is under way; raise its error."""
         pending, self._pending = self._pending, None
-        if pending is not None:
+        # A forked child has no thread that would ever finish it.
+        if pending is not None and self._store.is_ours:
             pending.result()
 
     @contextmanager
@@ -304,7 +305,7 @@ class CheckpointSession:
         try:
             self.drain()
         finally:
-            if self._publisher is not None:
+            if self._publisher is not None and self._store.is_ours:
                 self._publisher.shutdown()
             if _current is self:
                 _current = None

@@ -75,7 +75,7 @@ class CheckpointStore:
             if mode == "write":
                 self._open_for_write()
             else:
-                self._readers_lock = ReadersLock(disk, self._root.directory)
+                self._readers_lock = ReadersLock(disk, self._root.directory, self._root.path)
                 self._read_pointer(self._root.root_id())
         except BaseException:
             with suppress(OSError):  # the first error is the one to tell
@@ -175,12 +175,13 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Let go of the lock; the attempt directory goes with it. Staged objects that were not published are garbage."""
+        if not self.is_ours:  # before the guard, which a thread of the parent may hold for ever
+            self._closed = True
+            return
         with self._guard:
             if self._closed:
                 return
             self._closed = True
-            if self._disk.process_id() != self._process:
-                return
             try:
                 self._release()
             except (
@@ -209,10 +210,15 @@ class CheckpointStore:
     ) -> None:
         self.close()
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process opened the store; False in a forked child, which may not use it."""
+        return self._disk.process_id() == self._process
+
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"the store at `{self.path}` is closed; open it again")
-        if self._disk.process_id() != self._process:
+        if not self.is_ours:
             raise CheckpointError(
                 f"the store at `{self.path}` was opened by another process; a forked child may not use it"
             )

@@ -6,6 +6,7 @@ may be, 82 written by a newer format, 130 interrupted at once (what is published
 """
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -23,6 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return its exit code; only this function reads the command line."""
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("DO_NOT_TRACK", "1")  # Prefect's usage data; a run here talks to no one
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path that the terminal can't show is no reason to fail
+    return _flushed(_outcome(arguments))
+
+
+def _outcome(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.command(arguments))
     except (Exception, KeyboardInterrupt) as error:
@@ -31,6 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
         console.message(f"prefect-quantize: {text}")
         return code
+
+
+def _flushed(code: int) -> int:
+    """`code`, or failure when stdout did not take the result: the interpreter would only say so with a code of its own."""
+    if sys.stdout is None:  # closed by the shell
+        return code
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with open(os.devnull, "wb") as nowhere:  # where the interpreter flushes the rest as it ends
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        console.message(f"prefect-quantize: cannot write the result to stdout: {error.strerror}; what was done stands")
+        return code or EXIT_FAILED
+    return code
 
 
 def _told(error: Exception | KeyboardInterrupt) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from tasks.job import (
     FP8Config,
     GGUFConfig,
     GPTQConfig,
+    ParoQuantConfig,
     QQQConfig,
     QuantizationJob,
     RTNConfig,
@@ -34,6 +35,7 @@ METHODS: dict[str, type[BaseModel]] = {
     "bitsandbytes": BitsAndBytesConfig,
     "gguf": GGUFConfig,
     "exl3": EXL3Config,
+    "paroquant": ParoQuantConfig,
 }
 SECTIONS: dict[str, type[BaseModel]] = {
     "adapter": EoRAConfig,

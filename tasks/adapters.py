@@ -19,7 +19,7 @@ from tasks.methods import eora
 from tasks.methods.hessian import HessianSum
 
 # Methods whose statistic is, or is accompanied by, the covariance that an adapter is made from.
-COMPENSATED = ("gptq", "qqq")
+COMPENSATED = ("gptq", "awq", "qqq", "paroquant")
 
 
 class _Both:
@@ -67,10 +67,21 @@ class LayerAdapter:
                 raise ValueError(f"`{name}`: {error}") from error
         return total.statistic if isinstance(total, _Both) else total
 
-    def compensate(self, name: str, weight_NK: Tensor, quantized_NK: Tensor) -> None:
-        """Make the matrices of a module, by its name within the layer."""
+    def prepare_moments(self, second_KK: Tensor | None) -> None:
+        """The same from the mean of x x^T, or None where no token came."""
+        self._root_KK = None if second_KK is None else eora.root_of(2 * second_KK)
+
+    def compensate(self, name: str, weight_NK: Tensor, quantized_NK: Tensor, channels_N: Tensor | None = None) -> None:
+        """Make the matrices of a module, by its name within the layer.
+
+        channels_N: what its outputs are multiplied by later, where they were divided; errors count as they will be then.
+        """
         lost_NK = weight_NK.float() - quantized_NK.to(weight_NK.device)
+        if channels_N is not None:
+            lost_NK = lost_NK * channels_N.to(lost_NK.device)[:, None]
         made = eora.compensate(lost_NK, self._root_KK, self._config.rank, self._dtype)
+        if channels_N is not None:
+            made = made._replace(b_NR=(made.b_NR.float() / channels_N.cpu()[:, None]).to(self._dtype))
         with self._lock:
             self.modules[name] = made
 

@@ -9,10 +9,11 @@ LANES = 8
 # Rows of a subset's stacked weights that are quantized together, by whichever device.
 UNIT_ROWS = 2048
 
-METHOD_REVISIONS = dict.fromkeys(("gptq", "rtn", "awq", "qqq", "fp8", "bitsandbytes", "gguf", "exl3"), 1) | {
-    "gptq": 2,
-    "qqq": 2,
-}
-LAYOUT_REVISIONS = dict.fromkeys(("gptq", "awq", "qqq", "compressed-tensors", "fp8", "bitsandbytes", "gguf", "exl3"), 1)
+METHOD_REVISIONS = {
+    "gptq": 2, "rtn": 1, "awq": 1, "qqq": 2, "fp8": 1, "bitsandbytes": 1, "gguf": 1, "exl3": 1, "paroquant": 1,
+}  # fmt: skip
+LAYOUT_REVISIONS = dict.fromkeys(
+    ("gptq", "awq", "qqq", "compressed-tensors", "fp8", "bitsandbytes", "gguf", "exl3", "paroquant"), 1
+)
 ADAPTER_REVISIONS = {"eora": 1}
 FORWARD_REVISION = 1

@@ -5,9 +5,11 @@ higher one together, in the order of the ends of the model first, where errors c
 follows from names and shapes alone, and the export says of each module what it got.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from shutil import which
 from typing import Any
 
 import torch
@@ -65,7 +67,8 @@ class EXL3Scheme(Scheme):
 
     def statistic_bytes(self, in_features: int) -> int:
         nodes = 1 << (WORD_BITS - int(self.exl3_config.bits))
-        return in_features**2 * BYTES_PER_HESSIAN_ENTRY + TILES_AT_ONCE["cpu"] * (TILE + 1) * nodes * 4
+        tiles = TILES_AT_ONCE["cuda" if torch.cuda.is_available() else "cpu"]
+        return in_features**2 * BYTES_PER_HESSIAN_ENTRY + tiles * (TILE + 1) * nodes * 4
 
     def sum_bytes(self, in_features: int) -> int:
         return 4 * in_features**2
@@ -102,6 +105,15 @@ class EXL3Scheme(Scheme):
         return layout.quantization_config(self.exl3_config, storage)
 
     # What preflight asks
+
+    def problems(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        yield from super().problems(shapes)
+        compiler = os.environ.get("CXX", "g++")
+        if self.exl3_config.compiled and which(compiler) is None:
+            yield (
+                f"compiled asks torch.compile for code and there is no C++ compiler `{compiler}`; install one, or leave "
+                f"out compiled: the result is the same"
+            )
 
     def notes(self) -> Iterator[str]:
         if self.exl3_config.bits % 1:

@@ -33,13 +33,13 @@ from tasks.execution_plan import (
     METHOD_REVISIONS,
     UNIT_ROWS,
 )
-from tasks.job import AWQConfig, GPTQConfig, QQQConfig, QuantizationJob, RTNConfig
+from tasks.job import AWQConfig, GPTQConfig, ParoQuantConfig, QQQConfig, QuantizationJob, RTNConfig
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
 from tasks.schemes import layout_name, packages, scheme_of
 
 # Methods whose layouts hold codes in 32-bit words.
-PACKED_IN_WORDS = GPTQConfig | RTNConfig | AWQConfig | QQQConfig
+PACKED_IN_WORDS = GPTQConfig | RTNConfig | AWQConfig | QQQConfig | ParoQuantConfig
 
 AREAS = (
     "source",

@@ -181,7 +181,7 @@ class AWQConfig(_Quantization):
     # The search over clipped ranges below looks at the inputs; the grid's own, which doesn't, is for other methods.
     mse: ClassVar[float] = 0.0
 
-    method: Literal["awq"] = "awq"
+    method: Literal["awq"] = Field("awq", description="AWQ, which needs calibration data.")
     bits: Literal[4, 8] = Field(4, description="Code width; layout awq holds 4.")
     group_size: Annotated[int, Field(ge=-1)] = Field(
         128, description="Input columns per scale; -1 is one scale per output channel."
@@ -213,6 +213,26 @@ class AWQConfig(_Quantization):
                 f"checkpoint_format `awq` holds 4 bits, not {self.bits}; use checkpoint_format `compressed-tensors`"
             )
         return self
+
+
+class ParoQuantConfig(_Quantization):
+    """ParoQuant: channels are scaled and turned in pairs, by angles that are learnt (arXiv 2511.10645)."""
+
+    method: Literal["paroquant"] = "paroquant"
+    bits: Literal[4] = Field(4, description="Code width.")
+    group_size: Literal[64, 128] = Field(128, description="Input columns per scale, and that are turned together.")
+    rotation_epochs: int = Field(10, ge=0, description="Passes over the sample that learn channel scales and angles.")
+    finetune_epochs: int = Field(10, ge=0, description="Passes over the sample that learn weights and their grid.")
+    rotation_lr: float = Field(
+        0.05, gt=0.0, allow_inf_nan=False, description="First learning rate of channel scales and angles."
+    )
+    weight_lr: float = Field(1e-5, gt=0.0, allow_inf_nan=False, description="First learning rate of weights.")
+    quantizer_lr: float = Field(
+        1e-6, gt=0.0, allow_inf_nan=False, description="First learning rate of the grid's scales and zero points."
+    )
+    train_samples: int = Field(2048, ge=1, description="Tokens of a module's inputs to learn from, at most.")
+    validation_samples: int = Field(64, ge=1, description="Tokens that choose the best state, beside those.")
+    train_batch_size: int = Field(64, ge=1, description="Tokens per step of learning.")
 
 
 class FP8Config(_Quantization):
@@ -299,7 +319,7 @@ class GGUFConfig(_Quantization):
 class EXL3Config(_Quantization):
     """EXL3: weights made Gaussian by Hadamard matrices, then coded by a trellis (QTIP, arXiv 2406.11235)."""
 
-    method: Literal["exl3"] = "exl3"
+    method: Literal["exl3"] = Field("exl3", description="EXL3, which needs calibration data.")
     bits: float = Field(
         3.0,
         ge=2.0,
@@ -314,6 +334,10 @@ class EXL3Config(_Quantization):
         "auto",
         description="Whether output channels get scales; `auto`: unless few input channels carry the activations.",
     )
+    compiled: bool = Field(
+        False,
+        description="Search on CPUs with code made by torch.compile, about twice as fast up to 5 bits; needs a C++ compiler.",
+    )
     sigma_reg: float = Field(
         0.025, gt=0.0, lt=1.0, description="Share of the Hessian's mean diagonal added to it before it is factored."
     )
@@ -322,7 +346,15 @@ class EXL3Config(_Quantization):
 # Prefect's form shows a value as the first alternative that has all of its fields: what has fewer stands before what has
 # the same and more.
 Quantization = Annotated[
-    RTNConfig | GPTQConfig | AWQConfig | QQQConfig | FP8Config | BitsAndBytesConfig | GGUFConfig | EXL3Config,
+    RTNConfig
+    | QQQConfig
+    | GPTQConfig
+    | AWQConfig
+    | FP8Config
+    | BitsAndBytesConfig
+    | GGUFConfig
+    | EXL3Config
+    | ParoQuantConfig,
     Field(discriminator="method"),
 ]
 

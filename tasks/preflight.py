@@ -34,11 +34,11 @@ from tasks.places import (
 from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
 from tasks.schemes import Scheme, needs_activations, scheme_of
 
-EXPERT_NUMBER = re.compile(r"(?<=experts)\.\d+\.")
 # What a run writes about each module: its part of a record, of manifests, of the report.
 RECORD_BYTES_PER_MODULE = 1000
 REPORT_BYTES_PER_MODULE = 300
 FINITE_CHECK_BYTES = 8 << 20  # beside a tensor that is looked at for NaN
+EXPERT_NUMBER = re.compile(r"(?<=experts)\.\d+\.")
 LAYER_WEIGHT = re.compile(r"(?:.+\.)?layers\.\d+\.(.+)\.weight")
 
 
@@ -130,23 +130,21 @@ class _Findings:
         """What the layout can't hold, and what it needs that is not installed."""
         if self.source is None:
             return
-        shapes, method = self._linear_shapes(), self.job.quantization.method
-        scheme = scheme_of(self.job.quantization, self.source)
+        scheme, shapes = scheme_of(self.job.quantization, self.source), self._linear_shapes()
         self.problems += scheme.problems(shapes)
+        has_experts = self.decoder is not None and self.decoder.has_experts
+        if scheme.scales_layers and has_experts:
+            self.problems.append(
+                f"method `{self.job.quantization.method}` scales what enters a layer's experts, which their router reads "
+                f"too: mixtures of experts are not supported by it; use `gptq`, or a method without calibration"
+            )
         if self.job.adapter is not None:
             self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)
-        if self.decoder is None or not self.decoder.has_experts:
-            return
-        if scheme.scales_layers:
-            self.problems.append(
-                f"method `{method}` scales what enters a layer's experts, which their router reads too: mixtures of experts "
-                f"are not supported by it; use `gptq`, or a method without calibration"
-            )
-        if self.job.adapter is not None:
-            self.problems.append(
-                f"adapter `{self.job.adapter.method}` would hold matrices of single experts, which no reader of adapters is "
-                f"known to load; leave it out for a mixture of experts"
-            )
+            if has_experts:
+                self.problems.append(
+                    f"adapter `{self.job.adapter.method}` is not supported for mixtures of experts, whose loaders have no "
+                    f"place for one per expert; leave it out"
+                )
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(N, K) by name within a layer; of a source that makes no decoder, what its headers tell of matrices."""

@@ -282,8 +282,13 @@ class Shard:
             statistic = None
 
     def _statistic(self, features: int) -> Statistic:
-        statistic = self.run.scheme.statistic(features, self.device)
-        return statistic if self.work.adapter is None else self.work.adapter.observing(statistic, features, self.device)
+        statistic, adapter = self.run.scheme.statistic(features, self.device), self._observing_adapter
+        return statistic if adapter is None else adapter.observing(statistic, features, self.device)
+
+    @property
+    def _observing_adapter(self) -> LayerAdapter | None:
+        """An adapter that looks at inputs itself; that of scaled layers is made from the method's own moments."""
+        return None if self.run.scheme.scales_layers else self.work.adapter
 
     def _prepare(self, subset: tuple[str, ...]) -> None:
         """Make the merged statistic into what the subset is quantized with, on the first device."""
@@ -295,8 +300,8 @@ class Shard:
         total = self.work.take_total(subset)
         # The peak of a layer: what the forward has freed must not lie under it.
         running.return_freed_memory()
-        if self.work.adapter is not None:
-            total = self.work.adapter.prepare(total, self._full(subset[0]))
+        if (adapter := self._observing_adapter) is not None:
+            total = adapter.prepare(total, self._full(subset[0]))
         return self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
 
     def _state_here(self) -> Any:

@@ -29,7 +29,7 @@ from tasks.report import LayerReceipt
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the run is: `layer` is being worked on (from 0), `module` of it is finished."""
+    """How far the run is: `layer` is being worked on (from 0); `module` of it is finished, or says what it has done."""
 
     layer: int
     layer_count: int
@@ -102,7 +102,9 @@ class Run:
     @cached_property
     def scheme(self) -> schemes.Scheme:
         """How the job's method is carried out on its source."""
-        return schemes.scheme_of(self.job.quantization, self.source, self.job.seed)
+        scheme = schemes.scheme_of(self.job.quantization, self.source, self.job.seed)
+        scheme.tell = self.tell
+        return scheme
 
     def calibration_batch(self, number: int) -> Batch:
         assert self.calibration is not None

@@ -18,7 +18,7 @@ from tasks.methods import awq
 from tasks.methods.grid import QuantizedRows
 from tasks.models.folding import Fold, Folding, Subset
 from tasks.models.staged import StagedForward
-from tasks.quantize_shard import Shard, rows_of, weight_of
+from tasks.quantize_shard import Shard, rows_of, shares, weight_of
 from tasks.schemes import Prepared
 
 
@@ -51,9 +51,8 @@ class ScaledShard(Shard):
         work.meet()
         for subset in self.subsets:
             self._quantize_scaled(module, subset)
-        parameters = dict(module.named_parameters())
         for full, tensor in work.folded.items():
-            parameters[full.removeprefix(self._full(""))].data.copy_(tensor)
+            module.get_parameter(full.removeprefix(self._full(""))).data.copy_(tensor)
         with StagedForward(module, (), self._calls()) as staged:
             self._hand_on(staged)
 
@@ -146,15 +145,27 @@ class ScaledShard(Shard):
             for name in subset:
                 self._restore_losses(name)
             self.run.tell(", ".join(subset), sum(work.quantized[name].loss for name in subset) / len(subset))
+            if work.adapter is not None:
+                work.adapter.prepare_moments(None if state is None else state.second_KK)
         work.meet()
+        if work.adapter is not None:
+            costs = {name: weight.numel() for name, weight in weights.items()}
+            channels_of = dict(zip(subset, channels, strict=True))
+            for name in shares(costs, work.device_count)[self.number]:
+                channels_N = channels_of[name].to(self.device)
+                scaled_NK = weights[name].float() / channels_N[:, None] * columns_K
+                work.adapter.compensate(name, scaled_NK, self._rows_of(name).dequantize(), channels_N)
+            work.meet()
         for name, weight in weights.items():
-            rows = work.quantized[name]
-            assert isinstance(rows, QuantizedRows)
-            weight.data.copy_(rows.dequantize())
+            weight.data.copy_(self._rows_of(name).dequantize())
+
+    def _rows_of(self, name: str) -> QuantizedRows:
+        rows = self.work.quantized[name]
+        assert isinstance(rows, QuantizedRows)
+        return rows
 
     def _restore_losses(self, name: str) -> None:
         """Give a module whose channels were divided the losses of its own outputs, to be held beside others."""
-        rows = self.work.quantized[name]
-        assert isinstance(rows, QuantizedRows)
+        rows = self._rows_of(name)
         if name in self._scaling.channels:
             self.work.quantized[name] = replace(rows, losses_N=rows.losses_N * self._scaling.channels[name].square())

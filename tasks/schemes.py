@@ -24,6 +24,7 @@ from tasks.formats import compressed_tensors as compressed_tensors_layout
 from tasks.formats import exl3 as exl3_layout
 from tasks.formats import fp8_block as fp8_layout
 from tasks.formats import gptq as gptq_layout
+from tasks.formats import paroquant as paroquant_layout
 from tasks.formats import qqq as qqq_layout
 from tasks.job import (
     AWQConfig,
@@ -32,6 +33,7 @@ from tasks.job import (
     FP8Config,
     GGUFConfig,
     GPTQConfig,
+    ParoQuantConfig,
     QQQConfig,
     Quantization,
     RTNConfig,
@@ -51,6 +53,7 @@ LAYOUTS: dict[str, ModuleType] = {
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
     "exl3": exl3_layout,
+    "paroquant": paroquant_layout,
 }
 # An expert that fewer tokens reach is rounded to nearest: a Hessian of so few fits them, and nothing else.
 FEWEST_TOKENS = 16
@@ -100,7 +103,7 @@ class Prepared:
 
 def needs_activations(config: Quantization) -> bool:
     """Whether the method looks at what flows through the layers, which makes the layers a chain."""
-    chained = isinstance(config, GPTQConfig | AWQConfig | QQQConfig | EXL3Config)
+    chained = isinstance(config, GPTQConfig | AWQConfig | QQQConfig | EXL3Config | ParoQuantConfig)
     return chained or (isinstance(config, GGUFConfig) and config.imatrix)
 
 
@@ -120,6 +123,7 @@ def scheme_of(config: Quantization, source: SourceModel, seed: int = 0) -> "Sche
     from tasks.awq_scheme import AWQScheme  # which are built on what is here
     from tasks.exl3_scheme import EXL3Scheme
     from tasks.gguf_scheme import GGUFScheme
+    from tasks.paroquant_scheme import ParoQuantScheme
 
     if isinstance(config, AWQConfig):
         return AWQScheme(config, source)
@@ -127,6 +131,8 @@ def scheme_of(config: Quantization, source: SourceModel, seed: int = 0) -> "Sche
         return GGUFScheme(config, source)
     if isinstance(config, EXL3Config):
         return EXL3Scheme(config, source, seed)
+    if isinstance(config, ParoQuantConfig):
+        return ParoQuantScheme(config, source, seed)
     if isinstance(config, QQQConfig):
         return QQQScheme(config, source)
     return GPTQScheme(config, source) if isinstance(config, GPTQConfig) else Scheme(config, source)
@@ -147,6 +153,8 @@ class Scheme:
         self.source = source
         self.seed = seed
         self.layout: Any = LAYOUTS.get(layout_name(config))
+        # Whoever listens to what a module that takes long is doing, and how well.
+        self.tell: Callable[[str, float | None], None] = lambda what, loss: None
 
     @property
     def needs_activations(self) -> bool:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
 from tasks.formats import peft
-from tasks.job import EoRAConfig, GPTQConfig, QQQConfig, Quantization, QuantizationJob, RTNConfig
+from tasks.job import AWQConfig, EoRAConfig, GPTQConfig, QQQConfig, Quantization, QuantizationJob, RTNConfig
 from tasks.output_directory import damage, read_report
 from tasks.preflight import PreflightError, check
 from tests.flow_jobs import layers_run, tiny_job
@@ -26,6 +26,7 @@ RANK = 32
 CONFIGS: dict[str, Quantization] = {
     "gptq": GPTQConfig(bits=3, group_size=32),
     "qqq": QQQConfig(group_size=-1, damp_percent=0.05),
+    "awq": AWQConfig(group_size=32),
 }
 
 
@@ -146,7 +147,7 @@ def test_what_no_adapter_can_be_made_for_is_refused_before_anything_is_spent(mod
     ):
         check(job_of(model, tmp_path, "gptq", rank=200))
     job = tiny_job(model, tmp_path, quantization=RTNConfig(group_size=32)).model_copy(update={"adapter": EoRAConfig()})
-    with pytest.raises(PreflightError, match="method `rtn` does not look at; use one of gptq, qqq"):
+    with pytest.raises(PreflightError, match="method `rtn` does not look at; use one of gptq, awq, qqq"):
         check(job)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import pytest
 
@@ -197,6 +197,29 @@ def test_a_copied_root_is_whole_and_a_lost_current_is_recovered_by_name(
     resumed = tell(*run_command(model, finished, "--checkpoint", back, "--output", finished / "other", "--json"))
     assert (resumed.code, json.loads(resumed.out)["resumed_from"]) == (0, LAYERS)
     assert contents(finished / "other") == contents(finished / "output")
+
+
+def status_of(root: Path, stdout: int | IO[bytes], **environment: str) -> tuple[int, str]:
+    with CheckpointStore.open(root):
+        pass
+    command = [sys.executable, "-m", "flows.cli", "status", str(root)]
+    told = subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, env={**os.environ, **environment}, timeout=60, text=True
+    )
+    return told.returncode, told.stderr
+
+
+def test_a_result_that_stdout_does_not_take_is_a_failure_in_words(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        code, told = status_of(tmp_path / "root", full, PYTHONUNBUFFERED="")
+    assert code == 1
+    assert told == (
+        "prefect-quantize: cannot write the result to stdout: No space left on device; what was done stands\n"
+    )
+
+
+def test_a_path_that_the_terminal_cannot_show_fails_nothing(tmp_path: Path) -> None:
+    assert status_of(tmp_path / "\N{SNOWMAN}", subprocess.DEVNULL, PYTHONIOENCODING="latin-1") == (0, "")
 
 
 def test_doctor_says_whether_a_directory_is_fit(tmp_path: Path, tell: Tell) -> None:

@@ -75,7 +75,9 @@ def test_gptqmodel_reads_the_same_module() -> None:
     weight = layout.unpack(tensors, NAME, EXL3Config())
     assert (weight.bits, weight.codebook) == (3, "mcg")
     theirs_NK = GOLDEN["module.weight_KN"].t()
-    torch.testing.assert_close(weight.dequantize(), theirs_NK, rtol=0, atol=float(theirs_NK.abs().max()) * HALF_UNIT)
+    torch.testing.assert_close(
+        weight.dequantize()[:64], theirs_NK, rtol=0, atol=float(theirs_NK.abs().max()) * HALF_UNIT
+    )
     assert all(
         torch.equal(tensors[name], tensor) for name, tensor in layout.pack(NAME, weight, EXL3Config(), None).items()
     )

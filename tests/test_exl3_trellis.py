@@ -1,6 +1,8 @@
 """Codebooks and the search for paths: against scalar programs, all paths of small trellises, and theory."""
 
 import itertools
+import os
+import shutil
 import struct
 from fractions import Fraction
 
@@ -135,6 +137,19 @@ def test_a_path_depends_on_its_tile_alone(bits: int, monkeypatch: pytest.MonkeyP
     trellis = Trellis(codebook("mcg"), bits)
     for tile_1L, words_1L in zip(tiles_BL.flip(0).split(1), together_BL.flip(0).split(1), strict=True):
         assert torch.equal(trellis.search(tile_1L), words_1L)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_compiled_code_finds_the_same_paths(bits: int) -> None:
+    tiles_BL = torch.randn(11, 64, generator=torch.Generator().manual_seed(bits))
+    words_BL = Trellis(codebook("mcg"), bits).search(tiles_BL)
+    trellis = Trellis(codebook("mcg"), bits, compiled=True)
+    assert torch.equal(trellis.search(tiles_BL), words_BL)
+    # Every cost on the way too, and not only what became of it.
+    plain_LBV = Trellis(codebook("mcg"), bits)._forward(tiles_BL[:8].t().contiguous(), None)
+    assert torch.equal(trellis._forward(tiles_BL[:8].t().contiguous(), None), plain_LBV)
 
 
 @settings(max_examples=20)

@@ -1,15 +1,6 @@
-"""The .gguf layout, and the programs that load it.
-
-llama.cpp itself comes through xllamacpp (a wheel of 100 MB); its tests are skipped where there is none. To run them:
-`python -m venv xl && xl/bin/pip install xllamacpp==2026.10.11549`, then `XLLAMACPP_PYTHON=xl/bin/python pytest
-tests/test_gguf_format.py`.
-"""
+"""The .gguf layout, and the programs that load it. What llama.cpp itself says is among the slow tests."""
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +18,9 @@ from tasks.formats.gguf_tokenizer import TokenizerFields, tokenizer_fields
 from tasks.job import GGUFConfig
 from tasks.methods.grid import WeightError
 from tasks.models.source import SourceModel
+from tests.llamacpp import ask_llamacpp
 from tests.tiny_models import TEXTS, write_tiny_llama
 
-XLLAMACPP_PYTHON = os.environ.get("XLLAMACPP_PYTHON") or (sys.executable if find_spec("xllamacpp") else None)
-needs_llamacpp = pytest.mark.skipif(
-    XLLAMACPP_PYTHON is None, reason="xllamacpp is not installed; see this file's docstring for the command"
-)
 SMALL = {"hidden_size": 256, "intermediate_size": 512}  # rows that K-quants fill
 SMOLLM2_SHAPES = {
     "model.embed_tokens.weight": (49152, 576),
@@ -102,15 +90,6 @@ def dense_model(source_path: Path, dense: dict[str, Tensor]) -> torch.nn.Module:
 
 def token_ids(source_path: Path, count: int = 24) -> Tensor:
     return AutoTokenizer.from_pretrained(source_path)(TEXTS[0], return_tensors="pt").input_ids[:, :count]
-
-
-def ask_llamacpp(place: Path, model: Path, prompts: list[Any], steps: int = 1) -> list[dict[str, Any]]:
-    request, answer = place / "request.json", place / "answer.json"
-    request.write_text(json.dumps({"model": str(model), "prompts": prompts, "steps": steps}))
-    command = [XLLAMACPP_PYTHON, str(Path(__file__).with_name("llamacpp_client.py")), str(request), str(answer)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout[-3000:]
-    return json.loads(answer.read_text())
 
 
 # The plan
@@ -427,7 +406,7 @@ def test_characters_with_bytes_as_a_last_resort_become_the_llama_kind(tmp_path):
 # llama.cpp
 
 
-@needs_llamacpp
+@pytest.mark.slow
 def test_llamacpp_cuts_text_as_a_tokenizer_of_the_llama_kind_does(tmp_path):
     source_path = write_tiny_llama(tmp_path / "source", vocab_size=512)
     write_sentencepiece_like_tokenizer(source_path)
@@ -441,7 +420,7 @@ def test_llamacpp_cuts_text_as_a_tokenizer_of_the_llama_kind_does(tmp_path):
         assert from_text["steps"] == from_ids["steps"]
 
 
-@needs_llamacpp
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quant_type", "options"),
     [

@@ -62,7 +62,7 @@ def test_all_unsupported_options_are_named_at_once():
 @pytest.mark.parametrize(
     ("quantization", "part"),
     [
-        ({"method": "hqq"}, "'rtn', 'gptq'"),
+        ({"method": "hqq"}, "'rtn', 'qqq', 'gptq'"),
         ({"method": "gptq", "bits": 5}, "2, 3, 4 or 8"),
         ({"method": "gptq", "group_size": 0}, "group_size 0"),
         ({"method": "gptq", "checkpoint_format": "marlin"}, "'gptq', 'gptq_v2' or 'compressed-tensors'"),

@@ -108,8 +108,8 @@ def test_every_option_reaches_its_field() -> None:
         ("gguf --quant-type q6_k --strict --imatrix", GGUFConfig(quant_type="q6_k", strict=True, imatrix=True)),
         ("exl3 --bits 4", EXL3Config(bits=4)),
         (
-            "exl3 --bits 2.5 --codebook mul1 --out-scales never --sigma-reg 0.05",
-            EXL3Config(bits=2.5, codebook="mul1", out_scales="never", sigma_reg=0.05),
+            "exl3 --bits 2.5 --codebook mul1 --out-scales never --sigma-reg 0.05 --compiled",
+            EXL3Config(bits=2.5, codebook="mul1", out_scales="never", sigma_reg=0.05, compiled=True),
         ),
         (
             "bitsandbytes --quant-type fp4 --no-double-quant --compute-dtype float32",

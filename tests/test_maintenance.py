@@ -66,6 +66,12 @@ def test_status_works_while_a_writer_holds_the_root_and_never_takes_its_lock(roo
     assert "open_for_lock" not in disk.calls and "map" not in disk.calls
 
 
+def test_status_needs_no_legible_note_of_the_last_writer(root):
+    (root / "writer.lock").unlink()
+    os.mkfifo(root / "writer.lock")
+    assert status(root)["last_writer"] is None
+
+
 def test_status_tells_of_damage_that_sizes_show(root):
     object_of(root, 2, "hidden.00000").unlink()
     flip(manifest_of(root, 3))
@@ -118,7 +124,7 @@ def test_a_scrub_keeps_to_its_rate(tmp_path):
     started = time.monotonic()
     assert verify(tmp_path, bytes_per_second=200_000).is_whole
     assert 0.4 < time.monotonic() - started < 5
-    for rate in (0, -1.0, float("nan"), float("inf")):
+    for rate in (0, -1.0, 1e-300, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="positive rate"):
             verify(tmp_path, bytes_per_second=rate)
 

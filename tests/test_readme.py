@@ -36,6 +36,15 @@ def test_the_commands_run_as_they_stand(place: Path, prefect_server: None, capsy
     assert (place / "my-model-4bit" / "config.json").is_file()
 
 
+def test_each_method_runs_with_its_command(
+    place: Path, prefect_server: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line in block("test: methods").splitlines():
+        arguments = shlex.split(line)[1:]
+        assert cli.main(arguments) == 0, f"{line}\n{capsys.readouterr().err}"
+        assert (place / arguments[arguments.index("--output") + 1] / "quantization_report.json").is_file()
+
+
 def test_the_python_example_makes_the_same_model(place: Path, prefect_server: None) -> None:
     names: dict[str, object] = {}
     exec(block("test: python"), names)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -465,6 +466,24 @@ def test_the_error_of_a_publish_under_way_surfaces_at_the_next_boundary(gated, b
     with run.open() as session:
         assert session.cursor == 0
     assert "failure" in run.kinds()
+
+
+def test_a_forked_child_does_not_wait_for_a_publish_of_its_parent(gated):
+    run, disk = gated
+    session = run.open()
+    finish(session, 0)
+    disk.is_gated = True
+    publish(session, 1, wait=False)
+    assert disk.reached.wait(30)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # ends a child that waits
+        session.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    disk.gate.set()
+    session.close()
+    assert published_cursor(run.root) == 1
 
 
 def test_only_one_publish_is_under_way_at_a_time(gated):

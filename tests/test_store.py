@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from checkpoint_store.disk import Disk
 from checkpoint_store.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -252,6 +254,35 @@ def test_a_lost_current_is_replaced_by_the_spare_loudly_and_the_spare_survives_t
     assert contents(root) == expected(4)
     with CheckpointStore.open(root) as store:
         assert store.sweep().objects > 0, "a later writer knows what is published, and sweeps again"
+
+
+def test_an_empty_current_put_back_over_a_later_one_starts_nothing_over_and_deletes_nothing(tmp_path, caplog):
+    with CheckpointStore.open(tmp_path) as store:
+        empty = (tmp_path / "CURRENT").read_bytes()
+        publish_layers(store, 0, 3)
+    (tmp_path / "CURRENT").write_bytes(empty)
+    before = tree(tmp_path)
+    assert contents(tmp_path) == expected(2)
+    assert "lists no generation and its spare does" in caplog.text
+    with CheckpointStore.open(tmp_path) as store:
+        assert store.sweep().deferred is not None
+        assert kept_files(before) == kept_files(tree(tmp_path))
+        publish_layers(store, 2, 4)
+    assert contents(tmp_path) == expected(4)
+
+
+def test_two_publishes_between_a_readers_looks_at_both_pointers_are_no_damage(tmp_path):
+    with CheckpointStore.open(tmp_path) as store:
+
+        class Overtaken(Disk):
+            def open_for_read(self, directory, name):
+                if name == "CURRENT.prev" and not store.generations():
+                    publish_layers(store, 0, 2)
+                return super().open_for_read(directory, name)
+
+        with CheckpointStore.open(tmp_path, mode="read", disk=Overtaken()) as reader:
+            assert reader.spare_because is None
+            assert [generation.cursor for generation in reader.generations()] == [2, 1]
 
 
 def kept_files(names):
@@ -495,6 +526,30 @@ def test_a_reader_works_on_a_read_only_mount_and_changes_nothing(root):
             with pytest.raises(CheckpointError, match="reading only"):
                 write()
     assert tree(root) == before
+
+
+@pytest.mark.parametrize("kind", ["link to nothing", "socket"])
+def test_a_reader_needs_no_readers_lock_that_is_one(root, kind):
+    (root / "readers.lock").unlink()
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as unbound:
+            directory = os.open(root, os.O_RDONLY)
+            unbound.bind(f"/proc/self/fd/{directory}/readers.lock")
+            os.close(directory)
+    else:
+        (root / "readers.lock").symlink_to("nowhere")
+    assert contents(root) == expected(3)
+    with pytest.raises(CheckpointError, match=r"cannot write .*readers.lock"):
+        CheckpointStore.open(root)
+
+
+def test_too_many_open_files_at_the_readers_lock_are_told_as_such(root):
+    class Exhausted(Disk):
+        def open_for_shared_lock(self, directory, name):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with pytest.raises(CheckpointError, match=r"cannot read .*readers.lock`: Too many open files"):
+        CheckpointStore.open(root, mode="read", disk=Exhausted())
 
 
 def test_a_reader_needs_no_lock_while_a_writer_is_at_work(root):

@@ -14,7 +14,8 @@ How it is computed here, and where that differs from the usual programs:
 * Clipping shrinks the range of the grid. What is clipped comes out too small, in every group and every layer alike, and
   such errors add up where those of rounding cancel: attention grows flatter. That is why other programs clip no queries
   and keys. Here each clipped group's scale is raised until its output has its old size along the true output, before
-  the error is judged; then every linear can be clipped. FIGURES
+  the error is judged; then every linear can be clipped. Perplexity of SmolLM2-135M with its first 12 layers in 4 bits,
+  groups of 64 (source 19.55): not clipped 20.56, clipped 21.01, clipped with the size restored 20.54.
 * The scales that weights are multiplied by are those that were really taken out before: a norm's weight is rounded to
   the source's dtype first. A folded layer computes what it did before rounding, whatever the dtype.
 
@@ -23,6 +24,9 @@ what a float16 scale reaches, or whose error is not finite, is passed over; so i
 can't take up. The first candidate is no scaling at all, which is then what is left. float32, sums of errors float64.
 
 Agrees with a float64 evaluation of the same objective over kept activations (tests/test_awq.py).
+
+Perplexity of SmolLM2-135M in 4 bits with groups of 64, as benchmarks/quality.py measures it (2026-11-29; source 19.55): 22.67
+with zero points, where rounding to nearest has 25.77; 25.09 symmetric, against 26.35.
 
 Shape suffixes: N out_features, K in_features, G groups, C columns of one group, R any rows, S candidates.
 """

@@ -98,7 +98,7 @@ def quantize_weight(
     weight_KN = weight_NK.float().t()
     if hessian_KK is not None and not bool(hessian_KK.isfinite().all()):
         raise ActivationError("the Hessian holds NaN or Inf: calibration inputs of this module overflowed")
-    trellis = Trellis(codebook(config.codebook).to(weight_KN.device), bits)
+    trellis = Trellis(codebook(config.codebook).to(weight_KN.device), bits, config.compiled)
     has_out_scales = config.out_scales == "always" or (
         config.out_scales == "auto" and hessian_KK is not None and _skew(hessian_KK, config) < SKEW
     )

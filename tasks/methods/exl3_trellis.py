@@ -16,18 +16,24 @@ Why so many plain steps: difference, square, sum and minimum are each rounded on
 tile's path depends on the tile alone: not on the tiles beside it, the number of threads, vector instructions, or the
 device. A fused multiply-add would save a fifth of the time and this guarantee.
 
-Speed is that of the L2 cache: a step is four passes over 65,536 float32 for every tile, 30 microseconds on one core.
-torch.compile makes one pass of three of them, and with the rest of the step that is 1.3 times faster where a C++
-compiler is at hand (benchmarks/exl3_speed.py): not worth two forms of one thing.
+Speed is that of the L2 cache: a step is four passes over 65,536 float32 for every tile, 30 to 45 microseconds on one
+core (benchmarks/exl3.py). Up to 5 bits there is a second form for CPUs, asked for by `compiled`: torch.compile makes one
+pass without memory of all four, 2.3 times as fast, where a C++ compiler is at hand. The generated code computes the same
+sums, and is compiled with floating-point contraction off, so the paths are the same; the plain form is the reference.
 
 Agrees with the values of GPTQModel 7.7.0's decoder, which sums in float32 what exllamav3's kernels round to float16, as
 here. Shape suffixes: S words, V nodes, B tiles, L positions.
 """
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
 WORD_BITS = 16
+# More bits are no faster compiled: there are more edges into a node than a compiler unrolls well.
+MOST_COMPILED_BITS = 5
 TILE = 256
 # exllamav3 stores the multiplier of these two with each module, as the mark of its codebook; the first has none.
 CODEBOOKS = ("3inst", "mcg", "mul1")
@@ -59,10 +65,11 @@ class Trellis:
     """All closed paths of one code, and the search for the one nearest to a tile.
 
     `values_S` float32, a power of two of them, on the device that searches; `bits` per position, at most half of a word's.
-    Keeps buffers between calls, so it is for one thread at a time.
+    Keeps buffers between calls, so it is for one thread at a time. `compiled` finds the same paths sooner, on a CPU and up
+    to MOST_COMPILED_BITS; elsewhere it changes nothing.
     """
 
-    def __init__(self, values_S: Tensor, bits: int) -> None:
+    def __init__(self, values_S: Tensor, bits: int, compiled: bool = False) -> None:
         self.values_S = values_S
         self.bits = bits
         self.word_bits = len(values_S).bit_length() - 1
@@ -75,6 +82,9 @@ class Trellis:
         # A node's cost is the same for every s. It is added along the longer of the other two, and rows stay whole.
         self._is_turned = self._m >= self._k
         self._values = values_kms.transpose(1, 2).contiguous() if self._is_turned else values_kms
+        self._is_compiled = (
+            compiled and self._is_turned and bits <= MOST_COMPILED_BITS and values_S.device.type == "cpu"
+        )
         self._edges: Tensor | None = None
         self._best: Tensor | None = None
         self._costs: Tensor | None = None
@@ -92,7 +102,12 @@ class Trellis:
         tiles_BL = tiles_BL.to(device=device, dtype=torch.float32)
         if not len(tiles_BL):
             return torch.empty(tiles_BL.shape, dtype=torch.int64, device=device)
-        return torch.cat([self._search_some(some_BL.t().contiguous()) for some_BL in tiles_BL.split(at_once)])
+        if not self._is_compiled:
+            return torch.cat([self._search_some(some_BL.t().contiguous()) for some_BL in tiles_BL.split(at_once)])
+        # Code is compiled for one shape: the last ones are filled up.
+        filled_BL = torch.cat([tiles_BL, tiles_BL.new_zeros(-len(tiles_BL) % at_once, tiles_BL.shape[1])])
+        found = [self._search_some(some_BL.t().contiguous()) for some_BL in filled_BL.split(at_once)]
+        return torch.cat(found)[: len(tiles_BL)]
 
     def decode(self, words: Tensor) -> Tensor:
         """float32, of the words' shape: their values."""
@@ -115,6 +130,9 @@ class Trellis:
         else:
             costs_LBV[0] = torch.inf
             costs_LBV[0].scatter_(1, start_B[:, None], 0.0)
+        if self._is_compiled:
+            self._advance_compiled(tiles_LB, costs_LBV)
+            return costs_LBV
         assert self._edges is not None
         for first in range(0, tiles, len(self._edges)):
             self._advance(tiles_LB[:, first : first + len(self._edges)], costs_LBV[:, first : first + len(self._edges)])
@@ -139,6 +157,15 @@ class Trellis:
             else:
                 torch.amin(edges, dim=1, out=costs)
 
+    def _advance_compiled(self, tiles_LB: Tensor, costs_LBV: Tensor) -> None:
+        """The same for all tiles at once: nothing of the size of all edges is kept."""
+        tiles = tiles_LB.shape[1]
+        step = _compiled_step()
+        before = costs_LBV[:-1].view(-1, tiles, self._k, self._m).unbind()
+        after = costs_LBV[1:].view(-1, tiles, self._m, self._k).unbind()
+        for value_B, least_Bkm, costs_Bms in zip(tiles_LB.unbind(), before, after, strict=True):
+            costs_Bms.copy_(step(self._values, value_B, least_Bkm).transpose(1, 2))
+
     def _trace(self, tiles_LB: Tensor, costs_LBV: Tensor, end_B: Tensor, since: int) -> Tensor:
         """The words, from position `since` on, of the best path that ends in each tile's node, int64 [L - since, B].
 
@@ -161,9 +188,23 @@ class Trellis:
         needed = (length + 1) * tiles * self.nodes
         if self._costs is None or self._costs.numel() < needed:
             self._costs = torch.empty(needed, dtype=torch.float32, device=self.values_S.device)
-        if self._edges is None:
+        if self._edges is None and not self._is_compiled:
             # One tile per thread stays in its core's cache; a GPU takes all at once.
             at_once = torch.get_num_threads() if self.values_S.device.type == "cpu" else TILES_AT_ONCE["cuda"]
             self._edges = torch.empty(at_once, *self._values.shape, device=self.values_S.device)
             self._best = torch.empty(at_once, self._k, self._m, device=self.values_S.device)
         return self._costs[:needed].view(length + 1, tiles, self.nodes)
+
+
+def _step(values_ksm: Tensor, value_B: Tensor, least_Bkm: Tensor) -> Tensor:
+    """Least costs [B, s, m] of the nodes after a position, as `_advance` computes them; unrolled, to be compiled."""
+    best_Bsm = (values_ksm[0] - value_B[:, None, None]).square() + least_Bkm[:, 0, None]
+    for k in range(1, len(values_ksm)):
+        edges_Bsm = (values_ksm[k] - value_B[:, None, None]).square() + least_Bkm[:, k, None]
+        best_Bsm = torch.minimum(best_Bsm, edges_Bsm)
+    return best_Bsm
+
+
+@cache
+def _compiled_step() -> Any:
+    return torch.compile(_step, dynamic=False)

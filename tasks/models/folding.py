@@ -11,14 +11,15 @@ candidate is taken when
   (a router, a residual) is refused.
 
 Doubling the channels whose number has a certain bit, bit after bit, tells from which channel each input column comes:
-with grouped queries, the heads of a group share theirs. A norm must multiply by its weight, or by one plus its weight.
+with grouped queries, the heads of a group share theirs. A norm must multiply by its weight, or by one plus its weight. An
+expert that no token of the trial comes to is folded as its siblings are.
 
 Shape suffixes: B samples, T tokens, H hidden size, N channels of a candidate, K in_features.
 """
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,8 +62,9 @@ def find_folding(
     probe = _Probe(layer, [name for subset in subsets for name in subset], hidden_BTH, arguments, generator)
     folds: dict[Subset, Fold] = {}
     refusals: dict[Subset, str] = {}
-    for name, module in layer.named_modules():
-        if not (name in probe.linears or _is_norm(module)):
+    for own, module in layer.named_modules():
+        name = probe.linears.get(module, own)
+        if not (module in probe.linears or _is_norm(module)):
             continue
         reached = probe.doubled_by(name)
         readers = [subset for subset in subsets if reached.intersection(subset)]
@@ -77,9 +79,32 @@ def find_folding(
             refusals |= {subset: f"`{name}` {reason}" for subset in readers if subset not in folds}
     for subset in subsets:
         if not probe.reached.issuperset(subset):
+            sibling = _of_a_sibling(layer, subset, folds)
+            if sibling is not None:
+                folds[subset] = sibling
             refusals.setdefault(subset, "no token of the trial came to it")
         refusals.setdefault(subset, "nothing before it scales its input channel by channel, and nothing else")
     return Folding(folds, {subset: refusals[subset] for subset in subsets if subset not in folds})
+
+
+def _of_a_sibling(layer: nn.Module, subset: Subset, folds: Mapping[Subset, Fold]) -> Fold | None:
+    """The fold of an expert that no token came to, as one of another number has it: they are of one class and size."""
+    for other, fold in folds.items():
+        theirs, ours = other[0].split("."), subset[0].split(".")
+        if len(theirs) != len(ours):
+            continue
+        places = [place for place, parts in enumerate(zip(theirs, ours, strict=True)) if parts[0] != parts[1]]
+        if len(places) != 1 or not (theirs[places[0]].isdigit() and ours[places[0]].isdigit()):
+            continue
+        expert, own = (".".join(parts[: places[0] + 1]) for parts in (theirs, ours))
+        if type(layer.get_submodule(expert)) is not type(layer.get_submodule(own)):
+            continue
+        if not all(name.startswith(f"{expert}.") for name in (*other, fold.module)):
+            continue
+        moved = [f"{own}{name.removeprefix(expert)}" for name in (*other, fold.module)]
+        if tuple(moved[:-1]) == subset and len(layer.get_parameter(f"{moved[-1]}.weight")) == fold.channel_count:
+            return replace(fold, module=moved[-1])
+    return None
 
 
 class _Refused(Exception):
@@ -98,15 +123,18 @@ class _Probe:
         generator: torch.Generator,
     ) -> None:
         self.layer, self.hidden_BTH, self.arguments = layer, hidden_BTH, arguments
-        self.linears = frozenset(linears)
+        # By module: a linear may have another name in the layer than in the files, whose names are given.
+        self.linears = {layer.get_submodule(name): name for name in linears}
         self._inputs: dict[str, list[Tensor]] = {}
-        for name, module in layer.named_modules():
-            if name in self.linears:
+        for module in layer.modules():
+            if module in self.linears:
                 linear: Any = module
-                linear.forward = self._constant(name, linear.out_features, generator)
+                linear.forward = self._constant(self.linears[module], linear.out_features, generator)
                 continue
             for own, parameter in module.named_parameters(recurse=False):
-                value = 1 + 0.1 * torch.randn(parameter.shape, generator=generator)
+                value = torch.randn(parameter.shape, generator=generator)
+                if parameter.dim() == 1:  # a norm's, which must not be lost in the offset that it may add
+                    value = 1 + 0.1 * value
                 setattr(module, own, nn.Parameter(value, requires_grad=False))
         self._base, self._base_output = self._run()
         self.reached = frozenset(self._base)

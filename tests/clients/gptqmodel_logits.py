@@ -22,7 +22,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
 # The kernels that every CPU has; `auto` picks one by the CPU's instructions and may compile it first.
-BACKENDS = {"gptq": BACKEND.GPTQ_TORCH, "awq": BACKEND.AWQ_TORCH, "qqq": BACKEND.QQQ_TORCH}
+BACKENDS = {
+    "gptq": BACKEND.GPTQ_TORCH,
+    "awq": BACKEND.AWQ_TORCH,
+    "qqq": BACKEND.QQQ_TORCH,
+    "paroquant": BACKEND.PAROQUANT_CUDA,
+}
 
 
 def load(loader: str, directory: str):
@@ -32,9 +37,8 @@ def load(loader: str, directory: str):
     if loader == "gptqmodel":
         return GPTQModel.load(directory, backend=BACKENDS[method], device="cpu", dtype=torch.float16).model, {}
     # Only the backend is taken from here.
-    chosen = (
-        AwqConfig(backend="torch_awq") if method == "awq" else GPTQConfig(bits=described["bits"], backend="gptq_torch")
-    )
+    is_awq = method == "awq"
+    chosen = AwqConfig(backend="torch_awq") if is_awq else GPTQConfig(bits=described["bits"], backend="gptq_torch")
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, quantization_config=chosen, output_loading_info=True
     )
@@ -46,8 +50,9 @@ def judge(loader: str, directory: str, request: dict) -> dict:
     input_ids = torch.tensor(request["input_ids"])
     with torch.inference_mode():
         logits = {"loaded": model(input_ids=input_ids).logits.float()}
-        torch.nn.Module.float(model)  # its own `float` refuses quantized models
-        logits["widened"] = model(input_ids=input_ids).logits.float()
+        if not any(type(module).__name__ == "ParoLinear" for module in model.modules()):  # which can't be widened
+            torch.nn.Module.float(model)  # its own `float` refuses quantized models
+            logits["widened"] = model(input_ids=input_ids).logits.float()
     save_file({name: tensor.contiguous() for name, tensor in logits.items()}, request["logits"])
     projections = {name: type(module) for name, module in model.named_modules() if name.endswith("_proj")}
     return {

@@ -3,8 +3,8 @@
     python make_exl3_with_gptqmodel.py DIRECTORY
 
 One tile for each codebook and width: `<codebook>.<bits>.trellis` and `.inner`, float32 [16, 16], input channels down. One
-module of 128 x 128 at 3 bits: `module.trellis`, `.suh`, `.svh`, `.mcg` and `.weight_KN`, float32. GPTQModel sums two
-float16 of a codebook in float32; exllamav3's kernels round the sum to float16.
+module of 128 x 128 at 3 bits: `module.trellis`, `.suh`, `.svh`, `.mcg` and `.weight_KN`, float32, of the first 64 output
+channels. GPTQModel sums two float16 of a codebook in float32; exllamav3's kernels round the sum to float16.
 """
 
 import sys
@@ -39,7 +39,7 @@ def main() -> None:
             made[f"{codebook}.{bits}.inner"] = one.get_inner_weight_tensor(torch.float32)
     module = layer(3, "mcg", tiles=8)
     made |= {f"module.{part}": getattr(module, part) for part in ("trellis", "suh", "svh", "mcg")}
-    made["module.weight_KN"] = module.get_weight_tensor(torch.float32)
+    made["module.weight_KN"] = module.get_weight_tensor(torch.float32)[:, :64].contiguous()
     save_file(made, Path(sys.argv[1]) / "gptqmodel_exl3.safetensors")
 
 
