@@ -205,7 +205,8 @@ class Shard:
         module = decoder.materialise(self.work.layer, self.device, self.dtype)
         if self.number == 0:
             self._check_weights(module)
-        size = group_size(self.run, self.work.layer)
+        # An adapter is made subset by subset.
+        size = group_size(self.run, self.work.layer) if self.work.adapter is None else 1
         group_experts(module, size)
         stages = decoder.stages(self.work.layer, size)
         in_order = [subset for stage in stages for subset in stage]
@@ -329,7 +330,7 @@ class Shard:
         costs = {subset: cost(subset, self.shapes) for subset in stage}
         for subset in shares(costs, work.device_count)[self.number]:
             work.check()
-            prepared = scheme.prepare(work.take_total(subset), self.run.calibration_tokens, self._full(subset[0]))
+            prepared = self._prepared(subset)
             if prepared.state is not None:
                 prepared = replace(prepared, state=prepared.state.to(self.device))
             if scheme.quantizes_units:

@@ -166,9 +166,9 @@ def test_a_packed_module_that_lacks_a_part_is_named(source, tmp_path, part):
 def test_another_quantization_method_is_refused_by_name(source, tmp_path):
     write_packed(source, tmp_path / "export", RTNConfig(group_size=32))
     config = json.loads((tmp_path / "export" / "config.json").read_text())
-    config["quantization_config"]["quant_method"] = "awq"
+    config["quantization_config"]["quant_method"] = "hqq"
     (tmp_path / "export" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="quantized with `awq`"):
+    with pytest.raises(ValueError, match="quantized with `hqq`"):
         dense_model(tmp_path / "export")
 
 
