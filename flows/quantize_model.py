@@ -38,6 +38,7 @@ from tasks.models.source import SourceModel
 from tasks.models.tensor_check import refuse_not_finite
 from tasks.quantize_layer import cache_key, quantize_layer
 from tasks.report import LayerReceipt, Report
+from tasks.schemes import needs_activations
 
 # Threads are made as shards need them: this only bounds the devices of one pool.
 MAX_DEVICES = 64
@@ -159,7 +160,7 @@ class _Quantization:
             raise ValueError(f"{len(pool.devices)} devices are asked for; a pool holds at most {MAX_DEVICES}")
         with self._held(pool):
             samples = None
-            if running.needs_activations(job):
+            if needs_activations(job.quantization):
                 assert job.calibration is not None  # preflight has seen to it
                 samples = calibration.prepare(job.calibration, source.path, seed=job.seed)
             finished = output_directory.read_report(self.output)

@@ -23,19 +23,17 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tasks.models.layer_names import is_for_further_tokens
+from tasks.models.source import INDEX_FILE, SINGLE_FILE
 from tasks.output_directory import GGUF_FILE
 from tasks.schemes import LAYOUTS
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 
 def dense_model(model_dir: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> Any:
     """The model in a local directory, on the CPU, in evaluation mode; packed linears as dense ones.
 
-    A source is loaded as it is, an export with the weights that its codes, scales and zero points stand for. ValueError
-    A .gguf file is read by transformers and the `gguf` package, as ours to decode is theirs to decode. ValueError
-    for a directory that holds no model, another quantization method, and tensors that are missing or left over.
+    A source is loaded as it is, an export with the weights that its codes, scales and zero points stand for; a .gguf file
+    is read by transformers and the `gguf` package. ValueError for a directory that holds no model, another quantization
+    method, and tensors that are missing or left over.
     """
     path = Path(model_dir)
     model, loading = _from_gguf(path, dtype) if (path / GGUF_FILE).is_file() else _from_tensors(path, dtype)

@@ -20,7 +20,8 @@ from checkpoint_store.tensors import tensors_from
 from tasks import running
 from tasks.export_gguf import add_gguf
 from tasks.formats import peft
-from tasks.output_directory import INDEX_FILE, Export, OutputTaken, foreign_names, json_bytes, remove_leftovers
+from tasks.models.source import INDEX_FILE
+from tasks.output_directory import Export, OutputTaken, foreign_names, json_bytes, remove_leftovers
 from tasks.places import copied_files
 from tasks.report import Report
 

@@ -23,10 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tasks.models.source import INDEX_FILE
 from tasks.places import partial_name
 from tasks.report import REPORT_FILE
 
-INDEX_FILE = "model.safetensors.index.json"
 GGUF_FILE = "model.gguf"
 # What loaders look for first: a directory without is no model yet.
 ENTRY_FILES = (INDEX_FILE, GGUF_FILE)

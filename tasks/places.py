@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from tasks.plan import DiskSpace, size
+from tasks.report import REPORT_FILE
 
-REPORT_FILE = "quantization_report.json"
 # Copied as they are: a strict saver that rejects a shipped file must not cost a finished run.
 COPIED_FILES = (
     "generation_config.json",

@@ -22,7 +22,6 @@ from tasks.models.decoder import SUPPORTED, Decoder, is_supported
 from tasks.models.layer_names import ROUTERS
 from tasks.models.source import SourceError, SourceModel
 from tasks.places import (
-    REPORT_FILE,
     bytes_of_objects,
     occupied,
     overlaps,
@@ -32,6 +31,7 @@ from tasks.places import (
     unwritable,
 )
 from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
+from tasks.report import REPORT_FILE
 from tasks.schemes import Scheme, needs_activations, scheme_of
 
 # What a run writes about each module: its part of a record, of manifests, of the report.

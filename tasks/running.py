@@ -92,7 +92,7 @@ class Run:
 
     @property
     def needs_activations(self) -> bool:
-        return needs_activations(self.job)
+        return self.scheme.needs_activations
 
     @property
     def memory_limit(self) -> int | None:
@@ -135,11 +135,6 @@ class Run:
         told = Progress(self.layer, self.decoder.layer_count, module, loss, self.seconds_left())
         for listener in list(_listeners):
             listener(told)
-
-
-def needs_activations(job: QuantizationJob) -> bool:
-    """Whether the method looks at what flows through the layers, which makes the layers a chain."""
-    return schemes.needs_activations(job.quantization)
 
 
 _current: Run | None = None

@@ -17,6 +17,7 @@ from tasks.job import QuantizationJob
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
 from tasks.quantize_shard import LayerWork
+from tasks.schemes import needs_activations
 from tests.flow_jobs import tiny_job
 
 
@@ -26,7 +27,7 @@ def open_run(job: QuantizationJob) -> Iterator[running.Run]:
     source = SourceModel.open(job.model)
     decoder = Decoder.from_source(source)
     samples = None
-    if running.needs_activations(job):
+    if needs_activations(job.quantization):
         assert job.calibration is not None
         samples = calibration.prepare(job.calibration, source.path, seed=0)
     root = Path(job.checkpoint.path)

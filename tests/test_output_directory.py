@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from tasks import output_directory
-from tasks.output_directory import INDEX_FILE, MOVED_FILE, Export, OutputTaken
+from tasks.models.source import INDEX_FILE
+from tasks.output_directory import MOVED_FILE, Export, OutputTaken
 from tasks.report import REPORT_FILE
 
 REPORT = {"identity": "abc", "status": "done"}
@@ -205,6 +206,7 @@ KILLED_WHILE_MOVING = """
 import os, signal, sys
 from pathlib import Path
 from tasks import output_directory
+from tasks.models.source import INDEX_FILE
 output, kill_at = Path(sys.argv[1]), int(sys.argv[2])
 moves, rename = 0, os.rename
 def killing(*names):
@@ -219,7 +221,7 @@ with output_directory.Export(output) as export:
     export.add_bytes("a", b"a")
     export.add_bytes("sub/b", b"b")
     export.add_bytes("sub/c", b"c")
-    export.add_bytes(output_directory.INDEX_FILE, b"{}")
+    export.add_bytes(INDEX_FILE, b"{}")
     export.finish({"identity": "abc"})
 """
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.formats.gptq import own_version
+from tasks.formats.gptq import half_bias, own_version
 from tasks.job import AWQConfig, RTNConfig
-from tasks.methods.grid import QuantizedRows, columns_per_group
+from tasks.methods.grid import QuantizedRows, columns_per_group, natural_order
 
 Config = AWQConfig | RTNConfig
 
@@ -50,7 +50,7 @@ def pack(name: str, rows: QuantizedRows, config: Config, bias: Tensor | None) ->
     if found:
         raise ValueError("; ".join(found))
     groups = rows.scales_NG.shape[1]
-    if not torch.equal(rows.g_idx_K.cpu(), _natural_order(in_features, groups)):
+    if not torch.equal(rows.g_idx_K.cpu(), natural_order(in_features, groups)):
         raise ValueError(f"`{name}`: columns of a group don't lie side by side, which this layout can't say")
     assert int(rows.codes_NK.max()) < 2**BITS, f"`{name}` has codes wider than {BITS} bits"
     lowest, highest = int(rows.zeros_NG.min()), int(rows.zeros_NG.max())
@@ -67,11 +67,7 @@ def pack(name: str, rows: QuantizedRows, config: Config, bias: Tensor | None) ->
         f"{name}.qzeros": pack_channels(rows.zeros_NG.t()).cpu(),
         f"{name}.scales": scales_GN,
     }
-    if bias is not None:
-        packed[f"{name}.bias"] = bias.to(torch.float16).contiguous().cpu()
-        if not bool(packed[f"{name}.bias"].isfinite().all()):
-            raise ValueError(f"`{name}`: the bias holds values that float16, its dtype in this layout, can't hold")
-    return packed
+    return packed if bias is None else packed | {f"{name}.bias": half_bias(name, bias)}
 
 
 def unpack(tensors: Mapping[str, Tensor], name: str, config: Config) -> QuantizedRows:
@@ -82,7 +78,7 @@ def unpack(tensors: Mapping[str, Tensor], name: str, config: Config) -> Quantize
         codes_NK=codes_NK.to(torch.uint8),
         scales_NG=scales_NG,
         zeros_NG=unpack_channels(tensors[f"{name}.qzeros"]).t().contiguous().to(torch.int32),
-        g_idx_K=_natural_order(codes_NK.shape[1], scales_NG.shape[1]),
+        g_idx_K=natural_order(codes_NK.shape[1], scales_NG.shape[1]),
         losses_N=torch.zeros(len(codes_NK)),
     )
 
@@ -182,7 +178,3 @@ def quantization_config(config: Config) -> dict[str, Any]:
         "pack_dtype": "int32",
         "meta": meta,
     }
-
-
-def _natural_order(in_features: int, groups: int) -> Tensor:
-    return torch.arange(in_features, dtype=torch.int32) // (in_features // groups)

@@ -36,7 +36,7 @@ from torch import Tensor
 from tasks.formats.gptq import pack_rows, unpack_rows
 from tasks.job import AWQConfig, FP8Config, GPTQConfig, RTNConfig
 from tasks.methods.fp8 import BLOCK, FP8Rows
-from tasks.methods.grid import QuantizedRows, columns_per_group
+from tasks.methods.grid import QuantizedRows, columns_per_group, natural_order
 
 PackedConfig = GPTQConfig | RTNConfig | AWQConfig
 Config = PackedConfig | FP8Config
@@ -80,7 +80,7 @@ def unpack(tensors: Mapping[str, Tensor], name: str, config: Config) -> Quantize
         codes_NK=codes_NK.to(torch.uint8).contiguous(),
         scales_NG=scales.to(torch.float16),
         zeros_NG=zeros_NG.to(torch.int32).contiguous(),
-        g_idx_K=_natural_order(in_features, scales.shape[1]),
+        g_idx_K=natural_order(in_features, scales.shape[1]),
         losses_N=torch.zeros(out_features),
     )
 
@@ -187,7 +187,7 @@ def _packed_tensors(name: str, rows: QuantizedRows, config: PackedConfig) -> dic
     found = problems(name, in_features, out_features, config)
     if found:
         raise ValueError("; ".join(found))
-    if not torch.equal(rows.g_idx_K.cpu(), _natural_order(in_features, rows.scales_NG.shape[1])):
+    if not torch.equal(rows.g_idx_K.cpu(), natural_order(in_features, rows.scales_NG.shape[1])):
         raise ValueError(f"`{name}`: columns of a group don't lie side by side, which this layout can't say")
     if not bool((rows.scales_NG > 0).all()):
         raise ValueError(
@@ -248,7 +248,3 @@ def _float_arguments(config: FP8Config) -> tuple[dict[str, Any], dict[str, Any]]
         return weights, {**shared, "dynamic": True, "strategy": "token"}
     weights["block_structure"] = [BLOCK, BLOCK]
     return weights, {**shared, "dynamic": True, "strategy": "group", "group_size": BLOCK}
-
-
-def _natural_order(in_features: int, groups: int) -> Tensor:
-    return torch.arange(in_features, dtype=torch.int32) // (in_features // groups)

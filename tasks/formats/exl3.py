@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tasks.formats.gptq import half_bias
 from tasks.job import EXL3Config
 from tasks.methods.exl3 import BLOCK, SIDE, TrellisWeight
 from tasks.methods.exl3_trellis import MULTIPLIERS, TILE
@@ -52,11 +53,7 @@ def pack(name: str, rows: TrellisWeight, config: EXL3Config, bias: Tensor | None
         )
     if config.codebook in ("mcg", "mul1"):
         packed[f"{name}.{config.codebook}"] = torch.tensor(_as_signed(MULTIPLIERS[config.codebook]), dtype=torch.int32)
-    if bias is not None:
-        packed[f"{name}.bias"] = bias.to(torch.float16).contiguous().cpu()
-        if not bool(packed[f"{name}.bias"].isfinite().all()):
-            raise ValueError(f"`{name}`: the bias holds values that float16, its dtype in this layout, can't hold")
-    return packed
+    return packed if bias is None else packed | {f"{name}.bias": half_bias(name, bias)}
 
 
 def unpack(tensors: Mapping[str, Tensor], name: str, config: EXL3Config) -> TrellisWeight:

@@ -25,8 +25,8 @@ from torch import Tensor
 from tasks.formats.gguf_plan import FLOAT_BYTES, GGUFPlan, TensorPlan, head_size, rope_parameters
 from tasks.formats.gguf_tokenizer import TokenizerFields
 from tasks.methods import ggml
-from tasks.methods.ggml_blocks import BLOCK_TYPES, LARGEST_HALF
-from tasks.methods.grid import WeightError
+from tasks.methods.ggml_blocks import BLOCK_TYPES
+from tasks.methods.grid import LARGEST_HALF, WeightError
 
 ALIGNMENT = 32
 ARCHITECTURES = frozenset({"llama"})

@@ -110,10 +110,6 @@ class GGUFPlan:
         """The tensors that do not get their intended type."""
         return tuple(tensor for tensor in self.tensors if tensor.is_fallback)
 
-    def of_layer(self, layer: int | None) -> tuple[TensorPlan, ...]:
-        """The tensors of one layer; of None, those outside the layers."""
-        return tuple(tensor for tensor in self.tensors if tensor.layer == layer)
-
     def table(self) -> str:
         """The dry run as text: one line per tensor, intended and actual type and bytes, totals last."""
         rows = [("tensor", "shape", "intended", "actual", "bytes")]

@@ -74,11 +74,7 @@ def pack(name: str, rows: QuantizedRows, config: Config, bias: Tensor | None) ->
         f"{name}.scales": scales_GN,
         f"{name}.g_idx": rows.g_idx_K.to(torch.int32).contiguous().cpu(),
     }
-    if bias is not None:
-        packed[f"{name}.bias"] = bias.to(torch.float16).contiguous().cpu()
-        if not bool(packed[f"{name}.bias"].isfinite().all()):
-            raise ValueError(f"`{name}`: the bias holds values that float16, its dtype in this layout, can't hold")
-    return packed
+    return packed if bias is None else packed | {f"{name}.bias": half_bias(name, bias)}
 
 
 def unpack(tensors: Mapping[str, Tensor], name: str, config: Config) -> QuantizedRows:
@@ -236,6 +232,14 @@ def _run_and_words(bits: int) -> tuple[int, int]:
 def as_signed(words: Tensor) -> Tensor:
     """int64 words 0 .. 2^32 - 1 to the int32 of the same bits."""
     return torch.where(words > 0x7FFFFFFF, words - 0x100000000, words).to(torch.int32)
+
+
+def half_bias(name: str, bias: Tensor) -> Tensor:
+    """The bias of module `name` in float16, contiguous on the CPU; ValueError for values that it can't hold."""
+    half = bias.to(torch.float16).contiguous().cpu()
+    if not bool(half.isfinite().all()):
+        raise ValueError(f"`{name}`: the bias holds values that float16, its dtype in this layout, can't hold")
+    return half
 
 
 def own_version() -> str:

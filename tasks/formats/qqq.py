@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.formats.gptq import as_signed, own_version
+from tasks.formats.gptq import as_signed, half_bias, own_version
 from tasks.job import QQQConfig
 from tasks.methods.qqq import QQQRows
 
@@ -61,11 +61,7 @@ def pack(name: str, rows: QQQRows, config: QQQConfig, bias: Tensor | None) -> di
         f"{name}.s_channel": _threads_take_pairs(channel_1N),
         f"{name}.s_group": _threads_take_eights(group_GN) if len(group_GN) else torch.empty(0, dtype=torch.float16),
     }
-    if bias is not None:
-        packed[f"{name}.bias"] = bias.to(torch.float16).contiguous().cpu()
-        if not bool(packed[f"{name}.bias"].isfinite().all()):
-            raise ValueError(f"`{name}`: the bias holds values that float16, its dtype in this layout, can't hold")
-    return packed
+    return packed if bias is None else packed | {f"{name}.bias": half_bias(name, bias)}
 
 
 def unpack(tensors: Mapping[str, Tensor], name: str, config: QQQConfig) -> QQQRows:

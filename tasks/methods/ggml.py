@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from tasks.methods import ggml_k
-from tasks.methods.ggml_blocks import BLOCK_TYPES, LARGEST_HALF, half_bytes, halves, pack_planes, unpack_planes
+from tasks.methods.ggml_blocks import BLOCK_TYPES, half_bytes, halves, pack_planes, unpack_planes
 from tasks.methods.ggml_search import fit_affine_grids, fit_signed_grids, inverse
-from tasks.methods.grid import WeightError
+from tasks.methods.grid import LARGEST_HALF, WeightError
 
 # About a megabyte of float32: the search reads its blocks many times over, so they should stay in the cache.
 CHUNK_WEIGHTS = 2**18

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LARGEST_HALF = 65504.0
-
 
 @dataclass(frozen=True)
 class BlockType:

@@ -23,7 +23,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-SMALLEST_NORMAL_HALF = 2.0**-14
+from tasks.methods.grid import SMALLEST_NORMAL_HALF
+
 ROUNDS = 2
 SMALLEST_SPREAD = 1e-5  # of codes, relative to their mean square: below it float32 can't tell
 AFFINE_STRETCHES = tuple(-1.0 + 0.1 * step for step in range(21))

@@ -125,6 +125,11 @@ def columns_per_group(in_features: int, config: GridConfig) -> int:
     return config.group_size
 
 
+def natural_order(in_features: int, groups: int) -> Tensor:
+    """int32 [K]: the group of each input column where the columns of a group lie side by side."""
+    return torch.arange(in_features, dtype=torch.int32) // (in_features // groups)
+
+
 def check_finite(weight_NK: Tensor) -> None:
     """WeightError that names the first row with a NaN or an infinity in it."""
     bad_N = ~weight_NK.isfinite().all(dim=1)
