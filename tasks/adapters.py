@@ -18,9 +18,7 @@ from tasks.formats import peft
 from tasks.job import EoRAConfig, Quantization
 from tasks.methods import eora
 from tasks.methods.hessian import HessianSum
-
-# Methods whose statistic is, or is accompanied by, the covariance that an adapter is made from.
-COMPENSATED = ("gptq", "awq", "qqq", "paroquant")
+from tasks.schemes import COMPENSATED
 
 
 class _Both:

@@ -127,10 +127,8 @@ def outer_names(run: running.Run) -> list[str]:
 def _add_descriptions(run: running.Run, export: Export) -> None:
     described = run.scheme.leave_out(run.scheme.quantization_config(), run.decoder.kept_modules)
     export.add_bytes("config.json", config_of(run.source.config, described))
-    if described["quant_method"] in ("gptq", "awq", "qqq", "paroquant"):  # their families' own programs read this file
-        export.add_bytes("quantize_config.json", json_bytes(described))
-    if described["quant_method"] == "exl3":  # as exllamav3 writes it
-        export.add_bytes("quantization_config.json", json_bytes(described))
+    if (file := run.scheme.description_file) is not None:
+        export.add_bytes(file, json_bytes(described))
 
 
 def _add_copies(run: running.Run, export: Export) -> None:

@@ -21,6 +21,7 @@ from tasks.methods.ggml import CHUNK_WEIGHTS
 from tasks.methods.grid import WeightError
 from tasks.methods.importance import ImportanceSum
 from tasks.models.source import SourceModel
+from tasks.models.tensor_check import DERIVABLE
 from tasks.schemes import Prepared, Scheme, Statistic
 
 # Measured; the search of K-quants keeps a few dozen float32 values for each weight of a chunk.
@@ -49,7 +50,9 @@ class GGUFScheme(Scheme):
         """The types of all tensors; ValueError with every problem."""
         is_tied = bool(self.source.config.get("tie_word_embeddings"))
         shapes = {
-            name: info.shape for name, info in self.source.tensors.items() if not (is_tied and name == "lm_head.weight")
+            name: info.shape
+            for name, info in self.source.tensors.items()
+            if not (is_tied and name == "lm_head.weight") and not name.endswith(DERIVABLE)
         }
         return make_plan(self.gguf_config, self.source.config, shapes)
 

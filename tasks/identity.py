@@ -33,13 +33,10 @@ from tasks.execution_plan import (
     METHOD_REVISIONS,
     UNIT_ROWS,
 )
-from tasks.job import AWQConfig, GPTQConfig, ParoQuantConfig, QQQConfig, QuantizationJob, RTNConfig
+from tasks.job import QuantizationJob
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
-from tasks.schemes import layout_name, packages, scheme_of
-
-# Methods whose layouts hold codes in 32-bit words.
-PACKED_IN_WORDS = GPTQConfig | RTNConfig | AWQConfig | QQQConfig | ParoQuantConfig
+from tasks.schemes import layout_name, pack_dtype, packages, scheme_of
 
 AREAS = (
     "source",
@@ -84,7 +81,7 @@ def build(
         "packed_kernel": {
             "layout": (layout := layout_name(job.quantization)),
             "checkpoint_format": getattr(job.quantization, "checkpoint_format", None),
-            "pack_dtype": "int32" if isinstance(job.quantization, PACKED_IN_WORDS) else None,
+            "pack_dtype": pack_dtype(job.quantization),
             "revision": LAYOUT_REVISIONS[layout],
         },
         "device_topology": {"count": len(pool.devices), "devices": pool.topology()},

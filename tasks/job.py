@@ -218,7 +218,7 @@ class AWQConfig(_Quantization):
 class ParoQuantConfig(_Quantization):
     """ParoQuant: channels are scaled and turned in pairs, by angles that are learnt (arXiv 2511.10645)."""
 
-    method: Literal["paroquant"] = "paroquant"
+    method: Literal["paroquant"] = Field("paroquant", description="ParoQuant, which needs calibration data.")
     bits: Literal[4] = Field(4, description="Code width.")
     group_size: Literal[64, 128] = Field(128, description="Input columns per scale, and that are turned together.")
     rotation_epochs: int = Field(10, ge=0, description="Passes over the sample that learn channel scales and angles.")

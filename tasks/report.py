@@ -22,7 +22,9 @@ class ModuleReport(_Record):
     tokens: int = Field(0, description="Calibration tokens that reached it.")
     damp_percent: float | None = Field(None, description="Damping that its Hessian needed.")
     adapter_loss: float | None = Field(None, description="Mean squared output error that is left with its adapter.")
-    fallback: str | None = Field(None, description="Why it was rounded to nearest instead.")
+    fallback: str | None = Field(
+        None, description="Why it was quantized without its inputs: by most methods rounded to nearest."
+    )
     unscaled: str | None = Field(None, description="Why its input channels could not be scaled, where they should be.")
 
 
@@ -48,7 +50,7 @@ class LayerReceipt(_Record):
         return tuple(module for module in self.modules if module.fallback is not None)
 
     def fallback_lines(self) -> list[str]:
-        """What was rounded to nearest, and why: module by module, but in one line where a reason holds for many."""
+        """What was quantized without its inputs, and why: module by module, but in one line where a reason holds for many."""
         by_reason: dict[str | None, list[str]] = {}
         for module in self.fallbacks:
             by_reason.setdefault(module.fallback, []).append(f"`{self.name}.{module.name}`")
@@ -56,9 +58,11 @@ class LayerReceipt(_Record):
         for reason, names in by_reason.items():
             if len(names) > TOLD_ONE_BY_ONE:  # experts without tokens come by the hundred
                 others = len(names) - 1
-                lines.append(f"{names[0]} and {others} more modules of the layer were rounded to nearest: {reason}")
+                lines.append(
+                    f"{names[0]} and {others} more modules of the layer were quantized without their inputs: {reason}"
+                )
             else:
-                lines += [f"{name} was rounded to nearest: {reason}" for name in names]
+                lines += [f"{name} was quantized without its inputs: {reason}" for name in names]
         return lines
 
 
@@ -75,7 +79,7 @@ class Report(_Record):
     identity: str = Field(description="Digest of everything that decides the result.")
     layers: tuple[LayerReceipt, ...]
     loss: float = Field(description="Mean of the layers' losses.")
-    fallbacks: int = Field(description="Modules that were rounded to nearest instead of what was asked for.")
+    fallbacks: int = Field(description="Modules that were quantized without their inputs instead of as asked for.")
     size: int = Field(description="Bytes of all weights written.")
     seconds: float
     resumed_from: int | None = Field(None, description="Layers that were finished when this run began, if any.")

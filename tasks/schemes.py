@@ -55,6 +55,8 @@ LAYOUTS: dict[str, ModuleType] = {
     "exl3": exl3_layout,
     "paroquant": paroquant_layout,
 }
+# Methods whose statistic is, or is accompanied by, the covariance that an adapter is made from.
+COMPENSATED = ("gptq", "awq", "qqq", "paroquant")
 # An expert that fewer tokens reach is rounded to nearest: a Hessian of so few fits them, and nothing else.
 FEWEST_TOKENS = 16
 # A K x K Hessian while it is factored: the sum in float32 and its copy in float64 (`tasks.methods.hessian`).
@@ -116,6 +118,12 @@ def layout_name(config: Quantization) -> str:
     """Name of the layout that a config is exported in: a key of LAYOUTS, or `gguf`."""
     written: str = getattr(config, "checkpoint_format", config.method)
     return "gptq" if written == "gptq_v2" else written
+
+
+def pack_dtype(config: Quantization) -> str | None:
+    """Dtype of the words in which the layout holds codes; None where it holds none in words."""
+    is_packed = isinstance(config, GPTQConfig | RTNConfig | AWQConfig | QQQConfig | ParoQuantConfig)
+    return "int32" if is_packed else None
 
 
 def scheme_of(config: Quantization, source: SourceModel, seed: int = 0) -> "Scheme":
@@ -212,12 +220,17 @@ class Scheme:
         """What else of the source than config.json and tensors decides the export's bytes, as plain values."""
         return {}
 
+    @property
+    def description_file(self) -> str | None:
+        """The file in which the layout's own programs look for `quantization_config`, beside config.json; if any."""
+        return getattr(self.layout, "DESCRIPTION_FILE", None)
+
     def leave_out(self, described: dict[str, Any], modules: Sequence[str]) -> dict[str, Any]:
         """`quantization_config` with modules that are as in the source, for readers that would take them for packed."""
         lists = {
-            key: [*described[key], *modules]
+            key: [*(described[key] or ()), *modules]
             for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
-            if isinstance(described.get(key), list)
+            if modules and key in described
         }
         return described | lists
 

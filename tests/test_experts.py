@@ -270,7 +270,7 @@ def test_hundreds_of_fallbacks_are_one_line() -> None:
         index=0, name="model.layers.0", key="k", sha256="", size=1, loss=0.0, tokens=1, seconds=1.0, modules=modules
     )
     assert receipt.fallback_lines() == [
-        "`model.layers.0.mlp.experts.0.up_proj` and 39 more modules of the layer were rounded to nearest: 0 of 9 "
+        "`model.layers.0.mlp.experts.0.up_proj` and 39 more modules of the layer were quantized without their inputs: 0 of 9 "
         "calibration tokens reached it",
-        "`model.layers.0.mlp.experts.40.up_proj` was rounded to nearest: the Hessian is not positive definite",
+        "`model.layers.0.mlp.experts.40.up_proj` was quantized without its inputs: the Hessian is not positive definite",
     ]

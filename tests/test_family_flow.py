@@ -114,6 +114,17 @@ def test_readers_are_told_of_routers_and_carried_matrices(quantization: Quantiza
     assert scheme.quantization_config()[key] == ["lm_head"]
 
 
+def test_readers_of_awq_are_told_of_routers_where_there_are_any(tmp_path: Path) -> None:
+    quantization = RTNConfig(group_size=32, checkpoint_format="awq")
+    told = {}
+    for family in ("qwen2_moe", "llama"):
+        source = SourceModel.open(str(write_tiny(family, tmp_path / family)))
+        decoder, scheme = Decoder.from_source(source), scheme_of(quantization, source)
+        told[family] = scheme.leave_out(scheme.quantization_config(), decoder.kept_modules)["modules_to_not_convert"]
+    assert "model.layers.0.mlp.shared_expert_gate" in told["qwen2_moe"] and "lm_head" not in told["qwen2_moe"]
+    assert told["llama"] is None
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_layer_of_every_family_is_quantized_and_packed(family: str, tmp_path: Path) -> None:
     model = write_tiny(family, tmp_path / "model")

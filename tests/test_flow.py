@@ -154,7 +154,7 @@ def test_fallbacks_are_named_in_the_report_and_the_log(
     report = quantize_model(tiny_job(model, tmp_path))
     assert report.fallbacks == 7 * LAYERS
     assert report.layers[0].fallbacks[0].fallback == "too few distinct tokens"
-    assert "`model.layers.0.self_attn.q_proj` was rounded to nearest: too few distinct tokens" in caplog.text
+    assert "`model.layers.0.self_attn.q_proj` was quantized without its inputs: too few distinct tokens" in caplog.text
 
 
 def test_telemetry_tells_placement_and_no_contents_and_changes_no_byte(

@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -15,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tasks.formats import gguf as layout
 from tasks.formats.gguf_plan import ROPE_FACTORS, GGUFPlan, TensorPlan, make_plan
 from tasks.formats.gguf_tokenizer import TokenizerFields, tokenizer_fields
+from tasks.gguf_scheme import GGUFScheme
 from tasks.job import GGUFConfig
 from tasks.methods.grid import WeightError
 from tasks.models.source import SourceModel
@@ -148,6 +150,14 @@ def test_strict_refuses_fallbacks_by_name_and_says_what_would_fit():
         make_plan(GGUFConfig(strict=True), SMOLLM2_CONFIG, shapes)
     del shapes["model.layers.0.mlp.up_proj.weight"]
     assert not make_plan(GGUFConfig(strict=True), SMOLLM2_CONFIG, shapes).fallbacks
+
+
+def test_rotary_tables_of_old_checkpoints_are_left_out_of_the_plan(tmp_path):
+    path = write_tiny_llama(tmp_path / "model")
+    plain = GGUFScheme(GGUFConfig(quant_type="q8_0"), SourceModel.open(str(path))).plan
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(load_file(path / "model.safetensors") | table, path / "model.safetensors", {"format": "pt"})
+    assert GGUFScheme(GGUFConfig(quant_type="q8_0"), SourceModel.open(str(path))).plan == plain
 
 
 def test_tensors_without_a_name_in_the_format_are_refused():

@@ -30,6 +30,7 @@ from tasks.methods.exl3 import BLOCK, SIDE, TrellisWeight
 from tasks.methods.exl3_trellis import MULTIPLIERS, TILE
 
 WORD = 32
+DESCRIPTION_FILE = "quantization_config.json"
 
 
 def pack(name: str, rows: TrellisWeight, config: EXL3Config, bias: Tensor | None) -> dict[str, Tensor]:

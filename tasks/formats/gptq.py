@@ -33,6 +33,8 @@ from tasks.methods.grid import QuantizedRows, columns_per_group
 Config = GPTQConfig | RTNConfig
 
 FORMATS = ("gptq", "gptq_v2")
+# GPTQModel, and programs before it, read `quantization_config` from this file.
+DESCRIPTION_FILE = "quantize_config.json"
 # What GPTQModel's kernels load, beside -1 and a group of all input columns; vLLM's take fewer.
 LOADABLE_GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 # GPTQModel loads an asymmetric v1 file only from writers that name a GPTQModel since 0.9.0, which mended its zero

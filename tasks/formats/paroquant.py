@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tasks.formats import awq
+from tasks.formats.gptq import DESCRIPTION_FILE as DESCRIPTION_FILE
 from tasks.formats.gptq import own_version
 from tasks.job import ParoQuantConfig, RTNConfig
 from tasks.methods.paroquant import ROTATIONS, ParoRows, Rotation

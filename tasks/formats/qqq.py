@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tasks.formats.gptq import DESCRIPTION_FILE as DESCRIPTION_FILE
 from tasks.formats.gptq import as_signed, half_bias, own_version
 from tasks.job import QQQConfig
 from tasks.methods.qqq import QQQRows
