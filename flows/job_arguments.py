@@ -175,7 +175,11 @@ def _add(group: "argparse._ArgumentGroup", option: _Option) -> None:
             )
         return
     choices, kind = _values(option.field.annotation)
-    shown = None if choices else SHOWN_IN_HELP.get(option.name, "X" if kind is number else SHOWN_FOR_TYPE.get(kind, option.name.upper()))
+    shown = (
+        None
+        if choices
+        else SHOWN_IN_HELP.get(option.name, "X" if kind is number else SHOWN_FOR_TYPE.get(kind, option.name.upper()))
+    )
     group.add_argument(option.flag, type=kind, choices=choices, metavar=shown, help=_help(option.field), **common)
 
 

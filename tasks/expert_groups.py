@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tasks import running
 from tasks.execution_plan import LANES
+from tasks.layer_work import rows_of
 from tasks.methods.hessian import HessianError
 from tasks.schemes import Prepared, Scheme, UnitRows
 
@@ -69,7 +70,6 @@ def quantize_subset(
     scheme: Scheme, weights: Sequence[Tensor], prepared: Prepared, unit_rows: int
 ) -> tuple[list[UnitRows], Prepared]:
     """All modules of a subset on one device: the same units, and the same fallback, as when they are spread."""
-    from tasks.quantize_shard import rows_of  # which is built on what is here
 
     def units(state: Any) -> UnitRows:
         starts = range(0, sum(map(len, weights)), unit_rows)

@@ -15,9 +15,9 @@ from tasks import quantize_layer, quantize_shard
 from tasks.execution_plan import LANES
 from tasks.formats import gptq as layout
 from tasks.job import GPTQConfig, RTNConfig
+from tasks.layer_work import SiblingFailed, lane_batches
 from tasks.methods import gptq, rtn
 from tasks.methods.gptq import HessianError
-from tasks.quantize_shard import SiblingFailed, lane_batches
 from tests.flow_jobs import tiny_job
 from tests.layer_runs import assert_equal, finished_layer, open_run, run_shards
 from tests.tiny_models import write_tiny_llama
