@@ -91,6 +91,8 @@ class Shard:
                     self._quantize_modules((subset,))
                     if scheme.replaces_weights:
                         self._replace_weights(module, subset)
+                # Every device has taken it: what is largest must not lie under the next subset's sums.
+                self.work.prepared = None
             self._hand_on(staged)
 
     def _calls(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
