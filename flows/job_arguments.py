@@ -175,7 +175,11 @@ def _add(group: "argparse._ArgumentGroup", option: _Option) -> None:
             )
         return
     choices, kind = _values(option.field.annotation)
-    shown = None if choices else SHOWN_IN_HELP.get(option.name, SHOWN_FOR_TYPE.get(kind, option.name.upper()))
+    shown = (
+        None
+        if choices
+        else SHOWN_IN_HELP.get(option.name, "X" if kind is number else SHOWN_FOR_TYPE.get(kind, option.name.upper()))
+    )
     group.add_argument(option.flag, type=kind, choices=choices, metavar=shown, help=_help(option.field), **common)
 
 
@@ -184,16 +188,19 @@ def _values(annotation: Any) -> tuple[tuple[Any, ...] | None, Callable[[str], An
     if get_origin(annotation) is Literal:
         return get_args(annotation), type(get_args(annotation)[0])
     if annotation == int | float:
-        return None, _number
+        return None, number
     if get_origin(annotation) in (Union, types.UnionType):
         parts = [part for part in get_args(annotation) if part is not type(None)]
         return _values(parts[0]) if len(parts) == 1 else (None, str)
     return None, annotation if annotation in (int, float) else str
 
 
-def _number(text: str) -> int | float:
-    """4 is whole, and 4.0 is not: some methods know whole widths only."""
-    return float(text) if "." in text else int(text)
+def number(text: str) -> int | float:
+    """4 is whole, and 4.0 is not: some methods know whole widths only. The name is what argparse calls a wrong one."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 def _help(field: FieldInfo) -> str:

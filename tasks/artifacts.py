@@ -190,7 +190,7 @@ def markdown(report: Report, title: str, flow_run_id: UUID, key: str) -> str:
     lines += ["", "Highest losses: " + ", ".join(f"`{receipt.name}` {receipt.loss:.3e}" for receipt in worst)]
     fallbacks = [line for receipt in report.layers for line in receipt.fallback_lines()]
     if fallbacks:
-        lines += ["", "## Rounded to nearest instead", ""]
+        lines += ["", "## Quantized without their inputs", ""]
         lines += [f"- {line}" for line in fallbacks]
     links = [("Flow run", url_for("flow-run", flow_run_id)), ("All layers", _artifact_url(f"{key}-layers"))]
     shown = [f"[{name}]({url})" for name, url in links if url]

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from tasks import running
 from tasks.execution_plan import LANES
+from tasks.layer_work import rows_of
 from tasks.methods.hessian import HessianError
+from tasks.models.folding import Subset
 from tasks.schemes import Prepared, Scheme, UnitRows
 
-Subset = tuple[str, ...]
 # Of what is free: the allocator, and what no reckoning knows of.
 USABLE = 0.8
 # How many more tokens than the mean an expert of a group may get.
@@ -45,9 +46,9 @@ def group_size(run: running.Run, layer: int) -> int:
     else:
         taken = weights + 3 * tokens * hidden_size * itemsize // slots
         passing //= slots
-    # Lanes that wait for those before them, and what turns one sum into what rows are quantized with.
-    working = slots if device.type == "cpu" else 1
-    taken += LANES * run.scheme.sum_bytes(widest) + working * run.scheme.statistic_bytes(widest)
+    # Lanes that wait for those before them, and what turns sums into what rows are quantized with: each shard one at a
+    # time, where the sum lies, which is the device of its first lane.
+    taken += LANES * run.scheme.sum_bytes(widest) + slots * run.scheme.statistic_bytes(widest)
     free = min([slot.memory_bytes for slot in run.pool.devices] + [run.memory_limit or sys.maxsize]) - taken
     return max(1, min(len(experts), int(USABLE * free) // (run.scheme.sum_bytes(widest) + SKEW * passing + 1)))
 
@@ -69,7 +70,6 @@ def quantize_subset(
     scheme: Scheme, weights: Sequence[Tensor], prepared: Prepared, unit_rows: int
 ) -> tuple[list[UnitRows], Prepared]:
     """All modules of a subset on one device: the same units, and the same fallback, as when they are spread."""
-    from tasks.quantize_shard import rows_of  # which is built on what is here
 
     def units(state: Any) -> UnitRows:
         starts = range(0, sum(map(len, weights)), unit_rows)

@@ -118,10 +118,7 @@ def _add_adapter(run: running.Run, rank: int, export: Export) -> None:
 
 def outer_names(run: running.Run) -> list[str]:
     """Tensors outside the layers that the output holds, heads for further tokens too; never a tied head."""
-    names = [*run.decoder.outer_tensor_names, *run.decoder.carried_tensor_names]
-    if run.source.config.get("tie_word_embeddings"):
-        names = [name for name in names if name != "lm_head.weight"]
-    return names
+    return [*run.decoder.outer_tensor_names, *run.decoder.carried_tensor_names]
 
 
 def _add_descriptions(run: running.Run, export: Export) -> None:

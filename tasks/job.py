@@ -106,7 +106,8 @@ class GPTQConfig(_Grid):
         0.005,
         ge=0.0,
         allow_inf_nan=False,
-        description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
+        description="Modules that saw fewer calibration tokens than this share of all, or than 16, are rounded to nearest "
+        "instead.",
     )
     checkpoint_format: Literal["gptq", "gptq_v2", "compressed-tensors"] = Field(
         "gptq",
@@ -161,7 +162,8 @@ class QQQConfig(_Quantization):
         0.005,
         ge=0.0,
         allow_inf_nan=False,
-        description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
+        description="Modules that saw fewer calibration tokens than this share of all, or than 16, are rounded to nearest "
+        "instead.",
     )
 
 

@@ -41,6 +41,9 @@ class ParoQuantScheme(Scheme):
         widest = max((prod(shape) for shape in in_layers if shape[1:] == (in_features,)), default=0)
         return 4 * (4 * rows * in_features + FLOATS_PER_WEIGHT * widest)
 
+    def sum_bytes(self, in_features: int) -> int:
+        return 4 * (self.paroquant_config.train_samples + self.paroquant_config.validation_samples) * in_features
+
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
         tokens = total.tokens if total is not None else 0
         sample_TK = total.sample() if tokens else None

@@ -20,7 +20,8 @@ from checkpoint_store import session
 from checkpoint_store.objects import ObjectRef
 from checkpoint_store.tensors import safetensors_payload
 from tasks import running
-from tasks.quantize_shard import LayerWork, SiblingFailed, quantize_shard
+from tasks.layer_work import LayerWork, SiblingFailed
+from tasks.quantize_shard import quantize_shard
 from tasks.report import LayerReceipt, ModuleReport
 
 TASK_RETRIES = 2

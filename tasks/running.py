@@ -64,7 +64,7 @@ class Run:
     layer: int = 0
     # Slots of the pool whose device was lost; the bytes do not depend on how many are left.
     lost_slots: set[int] = field(default_factory=set)
-    # What the shards of the layer in work share (`tasks.quantize_shard.LayerWork`).
+    # What the shards of the layer in work share (`tasks.layer_work.LayerWork`).
     work: Any = None
     _seconds: list[float] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)

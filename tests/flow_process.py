@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from checkpoint_store.disk import Disk
 from flows.quantize_model import quantize_model
-from tasks import quantize_layer, quantize_shard
+from tasks import layer_work, quantize_layer
 from tasks.job import QuantizationJob
 from tasks.output_directory import Export
 
@@ -30,7 +30,7 @@ def die() -> None:
 def arrange(moment: str) -> None:
     """Make this process kill itself at `moment`."""
     layers_begun: list[int] = []
-    work, rename, keep = quantize_layer.LayerWork, Disk.rename, quantize_shard.LayerWork.keep
+    work, rename, keep = quantize_layer.LayerWork, Disk.rename, layer_work.LayerWork.keep
     add_tensors, add_pieces = Export.add_tensors, Export.add_pieces
 
     def begin(run: Any, layer: int) -> Any:
@@ -68,7 +68,7 @@ def arrange(moment: str) -> None:
         add_pieces(self, name, half() if moment == "during export" else pieces)
 
     quantize_layer.LayerWork = begin  # type: ignore[assignment, misc]
-    quantize_shard.LayerWork.keep = maybe_die_keeping  # type: ignore[method-assign]
+    layer_work.LayerWork.keep = maybe_die_keeping  # type: ignore[method-assign]
     Disk.rename = maybe_die_renaming  # type: ignore[method-assign]
     Export.add_tensors = maybe_die_exporting  # type: ignore[method-assign, assignment]
     Export.add_pieces = maybe_die_within_a_file  # type: ignore[method-assign]

@@ -14,9 +14,9 @@ from checkpoint_store.session import CheckpointSession
 from tasks import calibration, quantize_layer, quantize_shard, running
 from tasks.devices import DevicePool
 from tasks.job import QuantizationJob
+from tasks.layer_work import LayerWork
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
-from tasks.quantize_shard import LayerWork
 from tasks.schemes import needs_activations
 from tests.flow_jobs import tiny_job
 

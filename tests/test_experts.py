@@ -10,7 +10,7 @@ from torch import Tensor
 from checkpoint_store.objects import ObjectRef
 from tasks import expert_groups, quantize_layer, quantize_shard
 from tasks.formats import gptq as layout
-from tasks.job import GPTQConfig, RTNConfig
+from tasks.job import EXL3Config, GGUFConfig, GPTQConfig, ParoQuantConfig, QQQConfig, Quantization, RTNConfig
 from tasks.methods import gptq, rtn
 from tasks.methods.hessian import HessianError, HessianSum, factor_hessian
 from tasks.models.decoder import Decoder
@@ -18,6 +18,7 @@ from tasks.models.experts import group_experts
 from tasks.models.source import SourceModel
 from tasks.models.staged import StagedForward
 from tasks.report import LayerReceipt, ModuleReport
+from tasks.schemes import scheme_of
 from tests.flow_jobs import tiny_job
 from tests.layer_runs import assert_equal, finished_layer, open_run, run_shards
 from tests.tiny_families import write_tiny
@@ -208,6 +209,20 @@ def test_groups_are_as_large_as_the_memory_limit_lets_them_be(model: Path, tmp_p
     assert sizes[0] == sizes[-1] == 8
     assert sizes[1] == 1
     assert sorted(sizes[1:]) == sizes[1:] and 1 < sizes[2] < 8
+
+
+@pytest.mark.parametrize(
+    "quantization", [GPTQConfig(), QQQConfig(), EXL3Config(), ParoQuantConfig(), GGUFConfig(imatrix=True)]
+)
+def test_every_method_tells_what_an_experts_inputs_take_until_they_are_used(
+    quantization: Quantization, model: Path
+) -> None:
+    scheme = scheme_of(quantization, SourceModel.open(str(model)))
+    statistic = scheme.statistic(64, torch.device("cpu"))
+    statistic.add(torch.randn(3000, 64))  # more than a sample keeps
+    values = [part for value in vars(statistic).values() for part in (value if isinstance(value, list) else [value])]
+    held = sum(value.nbytes for value in values if isinstance(value, Tensor))
+    assert held <= scheme.sum_bytes(64) <= 2 * held
 
 
 def test_a_group_holds_no_more_statistics_than_its_experts(

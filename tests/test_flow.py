@@ -27,7 +27,7 @@ from checkpoint_store.published import Generation
 from checkpoint_store.store import CheckpointStore
 from flows import stopping
 from flows.quantize_model import LayerFailed, quantize_model
-from tasks import devices, quantize_layer, quantize_shard, running, telemetry
+from tasks import devices, layer_work, quantize_layer, quantize_shard, running, telemetry
 from tasks.devices import DeviceBusy, DevicePool
 from tasks.job import GPTQConfig, RTNConfig, TelemetryConfig
 from tasks.methods import gptq
@@ -367,14 +367,14 @@ def test_values_outside_the_layers_that_are_not_finite_are_refused_before_the_fi
 def test_a_shard_that_fails_before_it_can_tell_its_siblings_is_the_error_to_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guarded, arrived = quantize_shard.LayerWork.guarded, itertools.count()
+    guarded, arrived = layer_work.LayerWork.guarded, itertools.count()
 
-    def refused(work: quantize_shard.LayerWork, slot: int) -> Any:
+    def refused(work: layer_work.LayerWork, slot: int) -> Any:
         if next(arrived) == 1:
             raise OSError("no thread can be had")
         return guarded(work, slot)
 
-    monkeypatch.setattr(quantize_shard.LayerWork, "guarded", refused)
+    monkeypatch.setattr(layer_work.LayerWork, "guarded", refused)
     with pytest.raises(OSError, match="no thread can be had"):
         quantize_model(tiny_job(model, tmp_path, devices=("cpu", "cpu")))
 

@@ -121,6 +121,13 @@ def test_each_method_has_options_of_its_own(options: str, expected: Quantization
     assert job_of(f"MODEL --output OUT --method {options}").quantization == expected
 
 
+def test_numbers_may_be_written_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert job_of("MODEL --output OUT --damp-percent 1e-2").quantization == GPTQConfig(damp_percent=0.01)
+    with pytest.raises(SystemExit):
+        job_of("MODEL --output OUT --damp-percent much")
+    assert "--damp-percent: invalid number value: 'much'" in capsys.readouterr().err
+
+
 def test_no_field_of_the_job_lacks_an_option() -> None:
     parser = argparse.ArgumentParser()
     add_job_arguments(parser)

@@ -15,9 +15,10 @@ from tasks import quantize_layer, quantize_shard
 from tasks.execution_plan import LANES
 from tasks.formats import gptq as layout
 from tasks.job import GPTQConfig, RTNConfig
+from tasks.layer_work import SiblingFailed, lane_batches
 from tasks.methods import gptq, rtn
 from tasks.methods.gptq import HessianError
-from tasks.quantize_shard import SiblingFailed, lane_batches
+from tasks.schemes import GPTQScheme
 from tests.flow_jobs import tiny_job
 from tests.layer_runs import assert_equal, finished_layer, open_run, run_shards
 from tests.tiny_models import write_tiny_llama
@@ -52,6 +53,24 @@ def test_every_pool_size_gives_the_same_bytes(quantization: Any, model: Path, tm
         assert work.outcomes == first_work.outcomes
         assert work.outputs.keys() == first_work.outputs.keys()
         assert all(torch.equal(work.outputs[batch], first_work.outputs[batch]) for batch in work.outputs)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_subsets_factor_is_gone_before_the_next_ones_inputs_are_summed(
+    devices: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+    prepare = GPTQScheme.prepare
+
+    def looking(*args: Any) -> Any:
+        held.append(run.work.prepared)
+        return prepare(*args)
+
+    monkeypatch.setattr(GPTQScheme, "prepare", looking)
+    with open_run(tiny_job(model, tmp_path, devices=("cpu",) * devices)) as run:
+        work, errors = run_shards(run, 0)
+    assert errors == [] and held == [None] * 4
+    assert work.prepared is None, "nor does it wait for the next layer"
 
 
 def test_the_outputs_are_a_plain_forward_of_the_layer_with_the_weights_that_a_reader_sees(

@@ -28,8 +28,8 @@ from tasks.job import (
     Quantization,
     RTNConfig,
 )
+from tasks.layer_work import LayerWork, shares
 from tasks.output_directory import GGUF_FILE, read_report
-from tasks.quantize_shard import LayerWork, shares
 from tasks.schemes import needs_activations
 from tests.flow_jobs import contents, layers_run, tiny_job
 from tests.loaded_exports import load, logits, relative_difference

@@ -42,7 +42,7 @@ SIDE = 16
 # Standard deviation of the values of the codebooks made of two float16, over which exllamav3 states its scales.
 SPREADS = {"3inst": 1.2437, "mcg": 1.2441, "mul1": 1.0003}
 # Times that spread: the scale at which Gaussian weights have the least error. The values end at 3.2 (mul1: 3.5) standard
-# deviations, which costs more the finer they lie. benchmarks/exl3_speed.py --scales
+# deviations, which costs more the finer they lie. benchmarks/exl3.py --scales
 USUAL_SCALES = {2: 0.98, 3: 0.95, 4: 0.90, 5: 0.85, 6: 0.80, 7: 0.76, 8: 0.73}
 # With `out_scales` "auto", output channels get scales unless 2% of the input channels carry this share of all.
 SKEW = 0.15
