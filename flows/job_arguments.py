@@ -192,8 +192,14 @@ def _values(annotation: Any) -> tuple[tuple[Any, ...] | None, Callable[[str], An
 
 
 def _number(text: str) -> int | float:
-    """4 is whole, and 4.0 is not: some methods know whole widths only."""
-    return float(text) if "." in text else int(text)
+    """4 is whole, and 4.0 and 4e0 are not: some methods know whole widths only."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+_number.__name__ = "number"  # what argparse calls it in an error
 
 
 def _help(field: FieldInfo) -> str:
