@@ -89,6 +89,23 @@ def prepare(config: CalibrationConfig, source_path: Path, *, seed: int) -> Calib
     return CalibrationSet(batches, summary, _digest(samples, config.batch_size))
 
 
+def tokenizer_problems(config: CalibrationConfig, source_path: Path) -> list[str]:
+    """Whether the source lacks a tokenizer for data that is known to be text without reading a file."""
+    is_text = is_one_document(config) or (isinstance(config.data, tuple) and isinstance(config.data[0], str))
+    return [_no_tokenizer(source_path)] if is_text and not _holds_tokenizer(source_path) else []
+
+
+def _holds_tokenizer(source_path: Path) -> bool:
+    return any((source_path / name).exists() for name in TOKENIZER_FILES)
+
+
+def _no_tokenizer(source_path: Path) -> str:
+    return (
+        f"source `{source_path}` holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy its tokenizer there, or give "
+        f"ready-made token ids"
+    )
+
+
 class _Reader:
     """Items as token ids, cut into samples; counts what it drops."""
 
@@ -189,11 +206,8 @@ class _Reader:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        if not any((self.source_path / name).exists() for name in TOKENIZER_FILES):
-            raise CalibrationError(
-                f"source `{self.source_path}` holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy its tokenizer "
-                f"there, or give ready-made token ids"
-            )
+        if not _holds_tokenizer(self.source_path):
+            raise CalibrationError(_no_tokenizer(self.source_path))
         from transformers import AutoTokenizer
 
         try:

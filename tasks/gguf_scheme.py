@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class GGUFScheme(Scheme):
         missing = [path.name for path in files.values() if not path.is_file()]
         if missing:
             raise ValueError(f"the source has no {' and no '.join(missing)}, and a .gguf file holds its tokenizer")
-        parsed = {name: json.loads(path.read_text()) for name, path in files.items()}
+        parsed = {name: _json_object(path) for name, path in files.items()}
         template = self.source.path / "chat_template.jinja"
         vocabulary = self.source.tensors["model.embed_tokens.weight"].shape[0]
         return tokenizer_fields(
@@ -130,10 +131,12 @@ class GGUFScheme(Scheme):
         for look in (lambda: self.plan, self.tokenizer):
             try:
                 look()
-            except (ValueError, KeyError) as error:
-                yield (
-                    str(error) if isinstance(error, ValueError) else f"the tokenizer's files or the source lack {error}"
-                )
+            except ValueError as error:
+                yield str(error)
+            except KeyError as error:
+                yield f"the tokenizer's files or the source lack {error}"
+            except (TypeError, AttributeError) as error:
+                yield f"config.json or the tokenizer's files hold a value of the wrong kind ({error}); fetch them again"
 
     def notes(self) -> Iterator[str]:
         if any(name.endswith(".bias") for name in self.entries):
@@ -169,3 +172,14 @@ class GGUFScheme(Scheme):
 
     def tensor_table(self) -> str:
         return self.plan.table()
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """What a file of the tokenizer holds; ValueError when that is no JSON object."""
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError too
+        raise ValueError(f"`{path}` is not JSON: {error}; fetch it again") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"`{path}` is not a JSON object; fetch it again")
+    return parsed

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 
 from tasks import adapters
-from tasks.calibration import source_problems
+from tasks.calibration import source_problems, tokenizer_problems
 from tasks.calibration_sources import file_of
 from tasks.devices import DevicePool
 from tasks.formats import peft
@@ -105,12 +105,15 @@ class _Findings:
     def look_at_calibration(self) -> None:
         method = self.job.quantization.method
         if needs_activations(self.job.quantization) and self.job.calibration is None:
+            instead = "leave out imatrix" if method == "gguf" else "use method `rtn`, which needs none"
             self.problems.append(
                 f"method `{method}` looks at activations and no calibration data is given; name a text, jsonl or parquet "
-                f"file or a dataset with --calibration, or use method `rtn`, which needs none, or leave out imatrix"
+                f"file or a dataset with --calibration, or {instead}"
             )
         if self.calibration is not None:
             self.problems += source_problems(self.calibration)
+            if self.source is not None:
+                self.problems += tokenizer_problems(self.calibration, self.source.path)
 
     def look_at_places(self) -> None:
         try:

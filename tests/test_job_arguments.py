@@ -184,3 +184,14 @@ def test_an_unknown_method_is_told_with_the_supported_ones(capsys: Any) -> None:
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert all(method in told for method in METHODS)
+
+
+def test_numbers_may_be_written_with_an_exponent_and_what_is_none_is_told_plainly(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = job_of("MODEL --output OUT --calibration data.jsonl --damp-percent 1e-2")
+    assert isinstance(job.quantization, GPTQConfig)
+    assert job.quantization.damp_percent == 0.01
+    with pytest.raises(SystemExit):
+        job_of("MODEL --output OUT --bits many")
+    assert "argument --bits: invalid number value: 'many'" in capsys.readouterr().err

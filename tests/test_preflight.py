@@ -164,7 +164,9 @@ def test_a_size_that_does_not_fill_whole_words_is_told(tmp_path):
 
 
 def test_a_method_that_needs_calibration_says_so(model, tmp_path):
-    assert "name a text, jsonl or parquet file" in problem_of(model, tmp_path, calibration=None)
+    problem = problem_of(model, tmp_path, calibration=None)
+    assert "name a text, jsonl or parquet file" in problem
+    assert "imatrix" not in problem  # of another method
     assert plan_of(model, tmp_path, calibration=None, quantization={"method": "rtn", "group_size": 32}).notes == ()
 
 
@@ -173,6 +175,16 @@ def test_a_missing_calibration_file_is_no_problem_of_a_method_that_reads_none(mo
     assert "does not exist" in problem_of(model, tmp_path, calibration=absent)
     (note,) = plan_of(model, tmp_path, calibration=absent, quantization={"method": "rtn", "group_size": 32}).notes
     assert "uses no calibration data" in note
+
+
+def test_texts_for_a_source_without_a_tokenizer_are_refused(own_model, tmp_path):
+    for file in own_model.glob("tokenizer*"):
+        file.unlink()
+    (tmp_path / "data.txt").write_text(TEXTS[0])
+    for data in (TEXTS, str(tmp_path / "data.txt")):
+        problem = problem_of(own_model, tmp_path, calibration={"data": data})
+        assert "holds no tokenizer" in problem
+    plan_of(own_model, tmp_path, calibration={"data": [[1, 2, 3]], "sequence_length": 64})
 
 
 def test_a_device_that_is_not_there_is_told(model, tmp_path):
@@ -384,6 +396,22 @@ def test_gguf_problems_are_told_beforehand(model, own_model, tmp_path, monkeypat
     assert "no tokenizer.json" in problem_of(own_model, tmp_path, quantization={"method": "gguf"})
     monkeypatch.setattr("tasks.formats.gguf.find_spec", lambda name: None)
     assert "pip install 'prefect-quantize[gguf]'" in problem_of(model, tmp_path, quantization={"method": "gguf"})
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["[]", "{", '"text"'])
+def test_a_damaged_file_of_the_tokenizer_is_named_where_a_gguf_file_takes_it_up(own_model, tmp_path, name, text):
+    (own_model / name).write_text(text)
+    problem = problem_of(own_model, tmp_path, quantization={"method": "gguf"})
+    assert problem.startswith(f"`{own_model / name}` is not ")
+
+
+def test_values_of_a_wrong_kind_are_told_to_who_wants_a_gguf_file(own_model, tmp_path):
+    described = json.loads((own_model / "config.json").read_text())
+    (own_model / "config.json").write_text(json.dumps(described | {"num_hidden_layers": "2"}))
+    problems = problems_of(own_model, tmp_path, quantization={"method": "gguf"})
+    assert any("can't build it from `config.json`" in problem for problem in problems)
+    assert any("a value of the wrong kind" in problem for problem in problems)
 
 
 def test_a_missing_extra_is_told_with_the_line_that_installs_it(model, tmp_path, monkeypatch):
