@@ -145,12 +145,12 @@ def _merged(by_method: Mapping[str, FieldInfo]) -> FieldInfo:
     first, *others = by_method.values()
     if all((field.description, field.default) == (first.description, first.default) for field in others):
         return first
-    is_anynumber = any(field.annotation is float for field in by_method.values())
+    is_any_number = any(field.annotation is float for field in by_method.values())
     told: dict[str, list[str]] = defaultdict(list)
     for method, field in by_method.items():
         told[f"{field.description} (default {field.default})"].append(method)
     description = " ".join(f"{', '.join(methods)}: {text}" for text, methods in told.items())
-    if is_anynumber:
+    if is_any_number:
         return FieldInfo(annotation=int | float, description=description)
     if get_origin(first.annotation) is not Literal:
         return FieldInfo(annotation=first.annotation, description=description)

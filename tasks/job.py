@@ -302,9 +302,7 @@ GGUFType = Literal[
 class GGUFConfig(_Quantization):
     """GGML blocks in one .gguf file for llama.cpp and its kin: no chain between layers, calibration only for imatrix."""
 
-    method: Literal["gguf"] = Field(
-        "gguf", description="A .gguf file; calibration data only for an importance matrix; needs the extra `gguf`."
-    )
+    method: Literal["gguf"] = Field("gguf", description="A .gguf file; calibration data only for an importance matrix.")
     quant_type: GGUFType = Field(
         "q4_k_m", description="Type of most tensors; the mixes (_s, _m, _l) give sensitive tensors more bits."
     )

@@ -135,19 +135,13 @@ class _Findings:
             return
         scheme, shapes = scheme_of(self.job.quantization, self.source), self._linear_shapes()
         self.problems += scheme.problems(shapes)
-        has_experts = self.decoder is not None and self.decoder.has_experts
-        if scheme.scales_layers and has_experts:
+        if scheme.scales_layers and self.decoder is not None and self.decoder.has_experts:
             self.problems.append(
                 f"method `{self.job.quantization.method}` scales what enters a layer's experts, which their router reads "
                 f"too: mixtures of experts are not supported by it; use `gptq`, or a method without calibration"
             )
         if self.job.adapter is not None:
             self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)
-            if has_experts:
-                self.problems.append(
-                    f"adapter `{self.job.adapter.method}` is not supported for mixtures of experts, whose loaders have no "
-                    f"place for one per expert; leave it out"
-                )
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(N, K) by name within a layer; of a source that makes no decoder, what its headers tell of matrices."""

@@ -19,6 +19,7 @@ from tasks.preflight import PreflightError, check
 from tests.flow_jobs import layers_run, tiny_job
 from tests.loaded_exports import logits, relative_difference
 from tests.test_schemes import PowerCut, power_cut
+from tests.tiny_families import write_tiny
 from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -166,3 +167,17 @@ def test_a_reader_that_leaves_out_the_experts_part_is_told_of() -> None:
     assert list(adapters.notes(dense)) == []
     (note,) = adapters.notes(dense | {"mlp.experts.0.gate_proj": (128, 64)})
     assert "peft finds no experts" in note
+
+
+def test_experts_get_matrices_of_their_own_and_the_base_stays_as_without(tmp_path: Path) -> None:
+    model = write_tiny("qwen3_moe", tmp_path / "model")
+    outputs = []
+    for rank in (None, 8):
+        job = job_of(model, tmp_path / str(rank), "gptq", rank)
+        quantize_model(job)
+        outputs.append(contents(job.output))
+    base, adapted = outputs
+    assert base == {name: data for name, data in adapted.items() if not name.startswith("adapter/")}
+    names = load_file(tmp_path / "8" / "output" / peft.TENSORS_FILE)
+    experts = [name for name in names if ".experts." in name]
+    assert len(experts) >= 2 * 3 * 4 and all(names[name].isfinite().all() for name in experts)

@@ -153,7 +153,7 @@ def make_file(
     found = problems(model_config)
     if found:
         raise ValueError("; ".join(found))
-    import gguf  # an optional extra: everything else here runs without it
+    import gguf  # here, since it takes a second and only an export needs it
 
     writer = gguf.GGUFWriter(None, model_config["model_type"])
     writer.add_type("model")
