@@ -104,6 +104,22 @@ def test_the_check_names_the_weight_that_differs(tmp_path, monkeypatch):
         check_replay(decoder)
 
 
+@pytest.mark.parametrize(
+    ("value", "first"),
+    [
+        (float("nan"), r"weight `model\.layers\.0\.self_attn\.q_proj\.weight`"),
+        (float("inf"), r"input of `model\.layers\.0\.self_attn\.o_proj`"),
+    ],
+)
+def test_the_check_takes_a_damaged_source_for_what_it_is(tmp_path, value, first):
+    path = write_tiny_llama(tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"][1, 1] = value
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ReplayError, match=f"^{first} holds NaN in transformers' own forward: the source's weights"):
+        check_replay(decoder_of(path))
+
+
 def test_the_check_names_a_wrong_argument_of_a_layer(tmp_path, monkeypatch):
     decoder = decoder_of(write_tiny_llama(tmp_path / "model"))
     honest = Decoder.call_arguments

@@ -201,6 +201,11 @@ def _compare(expected: Trace, actual: Trace) -> None:
                 f"{ours.dtype} {list(ours.shape)} in our replay of one layer at a time"
             )
         if not torch.equal(theirs, ours):
+            if bool(theirs.isnan().any()):  # which equals nothing, itself neither
+                raise ReplayError(
+                    f"{name} holds NaN in transformers' own forward: the source's weights are damaged or overflow "
+                    f"{theirs.dtype}; fetch it again, or use another source"
+                )
             difference = (theirs.double() - ours.double()).abs().max().item()
             raise ReplayError(
                 f"{name} differs between transformers' own forward and our replay of one layer at a time "
