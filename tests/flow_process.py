@@ -1,7 +1,7 @@
 """Runs one job in a process of its own and kills it with SIGKILL at a named moment: `flow_process.py JOB_JSON MOMENT`.
 
 Moments: `inside a layer`, `between object and manifest`, `between manifest and CURRENT`, `during export`, or `never`. The
-first three mean those of the second layer. Every layer whose body runs is a line on standard output.
+first three mean those of the second layer and its generation. Every layer whose body runs is a line on standard output.
 """
 
 import os
@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from checkpoint_store import session
 from checkpoint_store.disk import Disk
 from flows.quantize_model import quantize_model
 from tasks import layer_work, quantize_layer
@@ -30,6 +31,7 @@ def die() -> None:
 def arrange(moment: str) -> None:
     """Make this process kill itself at `moment`."""
     layers_begun: list[int] = []
+    manifests: list[str] = []  # of the second layer's generation
     work, rename, keep = quantize_layer.LayerWork, Disk.rename, layer_work.LayerWork.keep
     add_tensors, add_pieces = Export.add_tensors, Export.add_pieces
 
@@ -41,15 +43,17 @@ def arrange(moment: str) -> None:
     def maybe_die_keeping(self: Any, *args: Any) -> None:
         keep(self, *args)
         if moment == "inside a layer" and layers_begun[-1] == LAYER and len(self.quantized) == 4:
+            session.current().drain()  # the generation before this layer is written while it is computed
             die()
 
     def maybe_die_renaming(self: Disk, from_directory: int, name: str, to_directory: int, new_name: str) -> None:
-        is_manifest, is_current = new_name.endswith(".json"), new_name == "CURRENT"
-        if layers_begun and layers_begun[-1] == LAYER:
-            if is_manifest and moment == "between object and manifest":
-                die()
-            if is_current and moment == "between manifest and CURRENT":
-                die()
+        is_manifest = new_name.startswith(f"{LAYER + 1:08d}-") and new_name.endswith(".json")
+        if is_manifest and moment == "between object and manifest":
+            die()
+        if new_name == "CURRENT" and manifests and moment == "between manifest and CURRENT":
+            die()
+        if is_manifest:
+            manifests.append(new_name)
         rename(self, from_directory, name, to_directory, new_name)
 
     def maybe_die_exporting(self: Export, *args: Any) -> None:
