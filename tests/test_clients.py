@@ -48,9 +48,9 @@ HALF_TOLERANCE = 4e-3
 # With float32 scales only the order of sums is left.
 WIDENED_TOLERANCE = 1e-5
 # The client's awq kernel computes in float16, whatever the model's dtype. Where our linears are rounded likewise, the
-# precision of its sums is left.
+# precision of its sums is left, to which a bias in float16 adds; a wrong layout is off by about 1.
 AWQ_TOLERANCE = 3e-3
-ROUNDED_AWQ_TOLERANCE = 1e-3
+ROUNDED_AWQ_TOLERANCE = 2e-3
 
 EXPORTS: dict[str, tuple[GPTQConfig | RTNConfig, dict]] = {
     f"rtn-{bits}-{'sym' if sym else 'asym'}-{checkpoint_format}": (
