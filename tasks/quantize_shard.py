@@ -27,6 +27,7 @@ from tasks.expert_groups import cost, group_size, quantize_subset
 from tasks.layer_work import LayerWork, lane_batches, rows_of, shares, weight_of
 from tasks.methods.gptq import HessianError
 from tasks.methods.grid import WeightError
+from tasks.methods.hessian import spans
 from tasks.models.experts import group_experts
 from tasks.models.staged import StagedForward
 from tasks.schemes import Prepared, Statistic
@@ -73,12 +74,15 @@ class Shard:
         group_experts(module, size)
         stages = decoder.stages(self.work.layer, size)
         in_order = [subset for stage in stages for subset in stage]
+        past: tuple[tuple[str, ...], ...] = ()
         with StagedForward(module, in_order, self._calls(), stages) as staged:
             for stage in stages:
                 for subset in stage:
                     self._sum_up(staged, subset)
                     # Subset by subset: no more lanes than one subset's wait for others.
                     self.work.meet()
+                self._let_go(module, past)
+                past = stage
                 if len(stage) > 1:
                     self._quantize_group(module, stage)
                     continue
@@ -95,6 +99,13 @@ class Shard:
                 # Every device has taken it: what is largest must not lie under the next subset's sums.
                 self.work.prepared = None
             self._hand_on(staged)
+
+    def _let_go(self, module: nn.Module, stage: tuple[tuple[str, ...], ...]) -> None:
+        """Drop the weights of a stage that all calls are past: the last statistic is the largest, and needs the room."""
+        for subset in stage:
+            for name in subset:
+                weight = weight_of(module, name)
+                weight.data = weight.new_empty(0)
 
     def _calls(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
         """One by one: a batch's mask and rotary tables live no longer than its forward needs them."""
@@ -256,7 +267,14 @@ class Shard:
             for name in shares(costs, work.device_count)[self.number]:
                 work.adapter.compensate(name, weight_of(module, name), quantized[name].dequantize())
         for name in subset:
-            weight_of(module, name).data.copy_(quantized[name].dequantize())
+            weight_NK, rows = weight_of(module, name).data, quantized[name]
+            if not self.run.scheme.quantizes_units:
+                weight_NK.copy_(rows.dequantize())
+                continue
+            for start, stop in spans(
+                0, len(weight_NK), UNIT_ROWS
+            ):  # the whole in float32 would be several times the weight
+                weight_NK[start:stop] = rows.rows(start, stop).dequantize()
 
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""
