@@ -9,12 +9,15 @@ what the paused forward still needs. At {q,k,v}: the layer's input [B,T,H], the 
 tables; at {o}: the layer's input and the attention's output; at {gate,up}: the residual and the normed residual; at
 {down}: the residual and [B,T,intermediate], the peak. Masks exist only for padded batches (bool, B x T x T).
 
+Where that is too much, calls are rewound instead: one at a time is inside, from its start to the subset, and given up.
+
 Experts (`UnfusedExperts`) are paused a group at a time: what all linears of a group will get is known before the first
 of them runs, so a call waits once, with all these inputs in hand, and the caller takes the group's subsets one by one.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -140,18 +143,15 @@ class StagedForward:
         if threading.get_ident() != self._thread:
             raise RuntimeError("a StagedForward runs in the thread that entered it, and only while it is open")
         if self._rewinds or not self._greenlets:
-            index = 0
-            for (
-                hidden_BTH,
-                arguments,
-            ) in self._calls:  # not enumerated: that keeps the last one while it asks for the next
+            numbers = count()  # not enumerate, which keeps the last call's tensors while it asks for the next
+            for hidden_BTH, arguments in self._calls:
+                index = next(numbers)
                 self._greenlets[index] = greenlet(self._layer)
                 self._switch(index, hidden_BTH, **arguments)
                 del hidden_BTH, arguments
                 yield index
                 if self._rewinds:
                     self._give_up(index)
-                index += 1
             if not self._rewinds:
                 self._calls = ()
             return
