@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tasks import adapters
 from tasks.calibration import source_problems, tokenizer_problems
-from tasks.calibration_sources import file_of
+from tasks.calibration_sources import content_problems, file_of
 from tasks.devices import DevicePool
 from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
@@ -113,7 +113,7 @@ class _Findings:
                 f"file or a dataset with --calibration, or {instead}"
             )
         if self.calibration is not None:
-            self.problems += source_problems(self.calibration)
+            self.problems += source_problems(self.calibration) or content_problems(self.calibration)
             if self.source is not None:
                 self.problems += tokenizer_problems(self.calibration, self.source.path)
 
