@@ -271,6 +271,7 @@ class _Quantization:
         layer_task = quantize_layer.with_options(result_storage=storage)
         if cursor:
             self.logger.info("%d of %d layers are finished at %s", cursor, layer_count, self.root)
+        pinned = {role: {ref.key: ref.sha256 for ref in run.session.layer_objects(role)} for role in (LAYER, ADAPTER)}
         # Kept: Prefect knows results by their id(), and would draw arrows between layers when one is used again.
         records = []
         for index in range(layer_count):
@@ -291,7 +292,7 @@ class _Quantization:
             receipt = LayerReceipt.model_validate(record)
             run.receipts.append(receipt)
             if index < cursor:
-                self._check_pinned(run, receipt)
+                self._check_pinned(pinned, receipt)
                 continue
             self._log(receipt, layer_count)
             artifacts.show(run.receipts, layer_count, run.seconds_left())
@@ -322,10 +323,10 @@ class _Quantization:
         run.decoder.release()
         telemetry.tensors(self.logger, kind, run.hidden, device=self.job.telemetry.device)
 
-    def _check_pinned(self, run: running.Run, receipt: LayerReceipt) -> None:
+    def _check_pinned(self, pinned: dict[str, dict[str, str]], receipt: LayerReceipt) -> None:
         """The record that Prefect answered with must speak of the object that the generation holds."""
         for role, sha256 in ((LAYER, receipt.sha256), (ADAPTER, receipt.adapter_sha256)):
-            held = {ref.key: ref.sha256 for ref in run.session.layer_objects(role)}.get(receipt.name)
+            held = pinned[role].get(receipt.name)
             if held != sha256:
                 raise CheckpointDamaged(
                     f"the record of `{receipt.name}` names {role} object {str(sha256)[:12]}, the generation at {self.root} "
