@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 from checkpoint_store.failures import reading, writing
@@ -10,6 +11,8 @@ from checkpoint_store.generations import MANIFEST_NAME
 from checkpoint_store.lock import ATTEMPT_NAME, READERS_LOCK, remove_dead_attempt
 from checkpoint_store.objects import OBJECT_NAME
 from checkpoint_store.root import Root
+
+logger = getLogger(__name__)
 
 
 @dataclass
@@ -70,11 +73,9 @@ def _no_reader(root: Root) -> Iterator[SweepReport]:
 def _remove_files(root: Root, report: SweepReport, manifests: set[str], objects: set[str]) -> None:
     """Manifests first: one that is still there then has its objects."""
     for name in sorted(manifests):
-        report.bytes += _remove(root, root.generations, name)
-        report.manifests += 1
+        report.manifests += _remove(root, root.generations, name, report)
     for name in sorted(objects):
-        report.bytes += _remove(root, root.objects, name)
-        report.objects += 1
+        report.objects += _remove(root, root.objects, name, report)
 
 
 def _listed(root: Root, directory: int, name: str) -> list[str]:
@@ -82,8 +83,12 @@ def _listed(root: Root, directory: int, name: str) -> list[str]:
         return root.disk.list_directory(directory)
 
 
-def _remove(root: Root, directory: int, name: str) -> int:
+def _remove(root: Root, directory: int, name: str, report: SweepReport) -> bool:
     with writing(f"{root.path}: removing {name}"):
-        size = root.disk.stat(directory, name).size
+        found = root.disk.stat(directory, name)
+        if not found.is_file:
+            logger.warning("`%s` in `%s` is no regular file, so nothing of this store: it stays", name, root.path)
+            return False
         root.disk.unlink(directory, name)
-    return size
+    report.bytes += found.size
+    return True
