@@ -41,6 +41,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Of `pytest -n 2`: a module's tests stay together, since they share servers and runs; modules in the order below."""
     from xdist.scheduler import LoadFileScheduling
 
+    if config.option.dist != "load":  # another way was asked for
+        return None
     config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
 
