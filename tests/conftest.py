@@ -56,6 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
-    """Prefect with a fresh database; the start-up takes half a minute on a busy machine."""
-    with prefect_test_harness(server_startup_timeout=120):
+    """Prefect with a fresh database; the start-up takes ten seconds, and minutes on a busy machine."""
+    with prefect_test_harness(server_startup_timeout=300):
         yield
