@@ -11,8 +11,8 @@ The shards of a layer run side by side, one thread each for the whole layer (a p
 meet at barriers. One that fails breaks the barrier, so that no sibling waits for ever; the first real error is the one told.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from tasks import running
 from tasks.adapters import LayerAdapter
 from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.expert_groups import cost, group_size, quantize_subset
+from tasks.hidden_states import loaded
 from tasks.layer_work import LayerWork, lane_batches, rows_of, shares, weight_of
 from tasks.methods.gptq import HessianError
 from tasks.methods.grid import WeightError
+from tasks.methods.hessian import spans
 from tasks.models.experts import group_experts
 from tasks.models.staged import StagedForward
 from tasks.schemes import Prepared, Statistic
@@ -73,12 +75,17 @@ class Shard:
         group_experts(module, size)
         stages = decoder.stages(self.work.layer, size)
         in_order = [subset for stage in stages for subset in stage]
-        with StagedForward(module, in_order, self._calls(), stages) as staged:
+        past: tuple[tuple[str, ...], ...] = ()
+        rewinds = self._rewinds
+        with StagedForward(module, in_order, self._calls(), stages, rewinds=rewinds) as staged:
             for stage in stages:
                 for subset in stage:
                     self._sum_up(staged, subset)
                     # Subset by subset: no more lanes than one subset's wait for others.
                     self.work.meet()
+                if not rewinds:
+                    self._let_go(module, past)
+                past = stage
                 if len(stage) > 1:
                     self._quantize_group(module, stage)
                     continue
@@ -96,18 +103,33 @@ class Shard:
                 self.work.prepared = None
             self._hand_on(staged)
 
-    def _calls(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
+    def _let_go(self, module: nn.Module, stage: tuple[tuple[str, ...], ...]) -> None:
+        """Drop the weights of a stage that all calls are past: the last statistic is the largest, and needs the room."""
+        for subset in stage:
+            for name in subset:
+                weight = weight_of(module, name)
+                weight.data = weight.new_empty(0)
+
+    def _calls(self) -> Iterable[tuple[Tensor, dict[str, object]]]:
         """One by one: a batch's mask and rotary tables live no longer than its forward needs them."""
-        return (self._call(batch) for _, batch in self.batches)
+        return _Calls(self)
+
+    @property
+    def _rewinds(self) -> bool:
+        """Whether batches pass through the layer one at a time, where all together would not fit.
+
+        Not through experts: each has a statistic of its own, and would ask for a pass of its own.
+        """
+        return self.run.spills and not self.run.decoder.experts(self.work.layer)
 
     def _hand_on(self, staged: StagedForward) -> None:
         """Run this device's batches to their end, for the next layer."""
-        for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
-            self.work.outputs[batch] = self._rounded(hidden)
+        for (_, batch), hidden in zip(self.batches, staged.outputs(), strict=True):
+            self.work.outputs[batch] = self.run.held(self._rounded(hidden))
 
     def _call(self, batch: int) -> tuple[Tensor, dict[str, object]]:
         """A batch's hidden states on this device and the other arguments of the layer."""
-        source = self.run.hidden[batch]
+        source = loaded(self.run.hidden[batch])
         hidden = source.to(self.device)
         if self.run.hidden_is_restored and not torch.equal(_bits(hidden.cpu()), _bits(source)):
             raise RuntimeError(
@@ -256,7 +278,14 @@ class Shard:
             for name in shares(costs, work.device_count)[self.number]:
                 work.adapter.compensate(name, weight_of(module, name), quantized[name].dequantize())
         for name in subset:
-            weight_of(module, name).data.copy_(quantized[name].dequantize())
+            weight_NK, rows = weight_of(module, name).data, quantized[name]
+            if not self.run.scheme.quantizes_units:
+                weight_NK.copy_(rows.dequantize())
+                continue
+            for start, stop in spans(
+                0, len(weight_NK), UNIT_ROWS
+            ):  # the whole in float32 would be several times the weight
+                weight_NK[start:stop] = rows.rows(start, stop).dequantize()
 
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""
@@ -268,6 +297,16 @@ class Shard:
 
     def _full(self, name: str) -> str:
         return f"{self.run.decoder.layer_name(self.work.layer)}.{name}"
+
+
+@dataclass
+class _Calls:
+    """The batches of a shard, each made ready as it is asked for; may be gone through again."""
+
+    shard: Shard
+
+    def __iter__(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
+        return (self.shard._call(batch) for _, batch in self.shard.batches)
 
 
 def _bits(tensor: Tensor) -> Tensor:
