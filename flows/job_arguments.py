@@ -60,6 +60,7 @@ FLAGS_WITH_OPPOSITE = {
     "duo_scaling": ("--duo-scaling", "--no-duo-scaling"),
     "apply_clip": ("--apply-clip", "--no-apply-clip"),
     "act_group_aware": ("--act-group-aware", "--no-act-group-aware"),
+    "true_sequential": ("", "--no-true-sequential"),
     "strict_device_check": ("", "--no-strict-device-check"),
 }
 SHOWN_IN_HELP = {

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from checkpoint_store.config import CheckpointConfig
 
-# Asked for by name in other tools; refused by name here until the meaning is implemented. Neutral values pass.
+# Asked for by name in other tools; refused by name where a method does not have it as a field. Neutral values pass.
 UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "true_sequential": ((True, None), "quantizing all modules of a layer from unquantized inputs"),
     "dynamic": ((None, {}), "per-module rules and exclusions"),
@@ -33,18 +33,19 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _without_unsupported(data: Any) -> Any:
-    """`data` less the options of `UNSUPPORTED_OPTIONS`, each of which is refused by its own name unless neutral."""
+def _without_unsupported(data: Any, supported: Iterable[str], where: str) -> Any:
+    """`data` less the options of `UNSUPPORTED_OPTIONS` that are not `supported`, each refused by name unless neutral."""
     if not isinstance(data, dict):
         return data
+    unsupported = UNSUPPORTED_OPTIONS.keys() - set(supported)
     refused = [
         f"`{name}` ({meaning})"
         for name, (neutral, meaning) in UNSUPPORTED_OPTIONS.items()
-        if name in data and data[name] not in neutral
+        if name in unsupported and name in data and data[name] not in neutral
     ]
     if refused:
-        raise ValueError(f"not supported: {', '.join(refused)}; leave out what is named")
-    return {name: value for name, value in data.items() if name not in UNSUPPORTED_OPTIONS}
+        raise ValueError(f"not supported {where}: {', '.join(refused)}; leave out what is named")
+    return {name: value for name, value in data.items() if name not in unsupported}
 
 
 class _Quantization(_Frozen):
@@ -56,7 +57,8 @@ class _Quantization(_Frozen):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return _without_unsupported(data)
+        method = cls.model_fields["method"].default if "method" in cls.model_fields else "any"
+        return _without_unsupported(data, cls.model_fields, f"by method `{method}`")
 
 
 class _Grid(_Quantization):
@@ -92,6 +94,11 @@ class GPTQConfig(_Grid):
         "Off where desc_act is asked for.",
     )
     static_groups: bool = Field(False, description="Fix all grids from the original weights before the first column.")
+    true_sequential: bool = Field(
+        True,
+        description="Modules see what the layer's quantized modules before them make; otherwise what the layer's own "
+        "weights make, and the next layer sees the quantized ones.",
+    )
     block_size: int = Field(128, ge=1, description="Columns between lazy updates of the rest.")
     damp_percent: float = Field(
         0.05,
@@ -497,7 +504,7 @@ class QuantizationJob(_Frozen):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return _without_unsupported(data)
+        return _without_unsupported(data, (), "by a job (some methods have it in `quantization`)")
 
     @field_validator("quantization", mode="before")
     @classmethod

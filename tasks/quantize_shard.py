@@ -94,6 +94,13 @@ class Shard:
                         self._replace_weights(module, subset)
                 # Every device has taken it: what is largest must not lie under the next subset's sums.
                 self.work.prepared = None
+            if scheme.is_sequential:
+                self._hand_on(staged)
+                return
+        # Nothing in the layer has seen a quantized weight; the next layer must.
+        for subset in self.subsets:
+            self._put_quantized(module, subset)
+        with StagedForward(module, (), self._calls()) as staged:
             self._hand_on(staged)
 
     def _calls(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
@@ -248,13 +255,18 @@ class Shard:
         return rows.loss
 
     def _replace_weights(self, module: nn.Module, subset: tuple[str, ...]) -> None:
-        """Put what a loader will see into this device's module; before that, make its share of the adapter."""
+        """Make this device's share of the adapter, then put what a loader will see into its module, unless that waits."""
         work = self.work
-        quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}
         if work.adapter is not None:
+            quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}
             costs = {name: self.shapes[name][0] * self.shapes[name][1] for name in subset}
             for name in shares(costs, work.device_count)[self.number]:
                 work.adapter.compensate(name, weight_of(module, name), quantized[name].dequantize())
+        if self.run.scheme.is_sequential:
+            self._put_quantized(module, subset)
+
+    def _put_quantized(self, module: nn.Module, subset: tuple[str, ...]) -> None:
+        quantized: dict[str, Any] = self.work.quantized
         for name in subset:
             weight_of(module, name).data.copy_(quantized[name].dequantize())
 

@@ -155,6 +155,8 @@ class Scheme:
     is_one_file = False
     # Whether later linears of a layer see the quantized weights of a method that gets whole modules.
     replaces_weights = False
+    # Whether later linears of a layer see quantized weights before them, or the layer's own.
+    is_sequential = True
 
     def __init__(self, config: Quantization, source: SourceModel, seed: int = 0) -> None:
         self.config = config
@@ -357,6 +359,7 @@ class GPTQScheme(HessianScheme):
     def __init__(self, config: GPTQConfig, source: SourceModel) -> None:
         super().__init__(config, config, source)
         self.gptq_config = config
+        self.is_sequential = config.true_sequential
 
     def check(self, weight_NK: Tensor) -> None:
         check_weight(weight_NK, self.gptq_config)
@@ -429,4 +432,6 @@ def _setting(name: str, value: Any) -> str:
         return "double quantization" if value else ""
     if name == "apply_clip":
         return "clipped" if value else ""
+    if name == "true_sequential":
+        return "" if value else "layers at once"
     return str(value) if name in ("fp8_format", "quant_type", "codebook") else ""
