@@ -32,13 +32,12 @@ from tasks.artifacts import Artifacts
 from tasks.devices import DeviceBusy, DevicePool
 from tasks.export import export_model, outer_names
 from tasks.job import QuantizationJob, absolute_path, checkpoint_root
-from tasks.models.decoder import Decoder
 from tasks.models.replay import check_replay
 from tasks.models.source import SourceModel
 from tasks.models.tensor_check import refuse_not_finite
 from tasks.quantize_layer import cache_key, quantize_layer
 from tasks.report import LayerReceipt, Report
-from tasks.schemes import needs_activations
+from tasks.schemes import decoder_of, needs_activations
 
 # Threads are made as shards need them: this only bounds the devices of one pool.
 MAX_DEVICES = 64
@@ -154,7 +153,7 @@ class _Quantization:
         job = self.job
         plan = preflight.check(job)
         source = SourceModel.open(job.model)
-        decoder = Decoder.from_source(source)
+        decoder = decoder_of(job.quantization, source)
         pool = DevicePool.resolve(job.devices)
         if len(pool.devices) > MAX_DEVICES:
             raise ValueError(f"{len(pool.devices)} devices are asked for; a pool holds at most {MAX_DEVICES}")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tasks import adapters
+from tasks import adapters, ruled_modules
 from tasks.calibration import source_problems, tokenizer_problems
 from tasks.calibration_sources import file_of
 from tasks.devices import DevicePool
@@ -31,7 +31,7 @@ from tasks.places import (
 )
 from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
 from tasks.report import REPORT_FILE
-from tasks.schemes import Scheme, needs_activations, scheme_of
+from tasks.schemes import Scheme, decoder_of, needs_activations, scheme_of
 
 # What a run writes about each module: its part of a record, of manifests, of the report.
 RECORD_BYTES_PER_MODULE = 1000
@@ -88,7 +88,7 @@ class _Findings:
     def look_at_source(self) -> None:
         try:
             self.source = SourceModel.open(self.job.model)
-            self.decoder = Decoder.from_source(self.source)
+            self.decoder = decoder_of(self.job.quantization, self.source)
         except SourceError as error:
             self.problems += [f"source `{self.job.model}`: {problem}" for problem in error.problems]
         if self.source is None:
@@ -132,7 +132,15 @@ class _Findings:
         if self.source is None:
             return
         scheme, shapes = scheme_of(self.job.quantization, self.source), self._linear_shapes()
-        self.problems += scheme.problems(shapes)
+        if self.decoder is None:
+            self.problems += scheme.problems(shapes)
+        else:
+            self.problems += ruled_modules.problems(self.job.quantization, self.decoder)
+            parts: dict[Scheme, dict[str, tuple[int, int]]] = {}
+            for kind in self.decoder.linear_kinds:
+                own = parts.setdefault(scheme.of(kind.modules[0]), {})
+                own[kind.name] = (kind.out_features, kind.in_features)
+            self.problems += dict.fromkeys(problem for part, own in parts.items() for problem in part.problems(own))
         if scheme.scales_layers and self.decoder is not None and self.decoder.has_experts:
             self.problems.append(
                 f"method `{self.job.quantization.method}` scales what enters a layer's experts, which their router reads "
@@ -219,7 +227,7 @@ class _Findings:
             for full in kind.modules:
                 bias = source.tensors.get(f"{full}.bias")
                 before += source.tensors[f"{full}.weight"].size_bytes + (bias.size_bytes if bias is not None else 0)
-                after += scheme.module_bytes(full)
+                after += scheme.of(full).module_bytes(full)
             yield ModuleKind(kind.name, kind.out_features, kind.in_features, len(kind.modules), before, after)
 
     def _adapter_bytes(self, decoder: Decoder) -> int:
@@ -266,7 +274,9 @@ class _Findings:
         yield space_at("output", self.output, needed, 0)
 
     def _notes(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[str]:
-        yield from scheme.notes()
+        own = {scheme.of(kind.modules[0]): None for kind in decoder.linear_kinds}
+        yield from dict.fromkeys(note for part in own for note in part.notes())
+        yield from ruled_modules.notes(self.job.quantization, decoder)
         if self.job.adapter is not None:
             yield from adapters.notes(self._linear_shapes())
         yield from scheme.layer_notes(decoder)

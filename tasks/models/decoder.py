@@ -9,6 +9,7 @@ over stand-ins that only hand the hidden states on. Legend: `B` samples, `T` tok
 import copy
 import inspect
 from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -39,6 +40,9 @@ EXPERTS = "eager"
 # Attributes by which the modules of a layer know its place, which makes it no other kind.
 LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
 
+# What a linear, by its full name, is quantized by: those with one answer may be quantized together. None: not at all.
+Grouping = Callable[[str], Hashable | None]
+
 
 def is_supported(model_type: object) -> bool:
     """Whether a config.json with this `model_type`, which may be anything, is of a family that is known here."""
@@ -59,7 +63,8 @@ class _Skeleton:
 class LinearKind:
     """The linears of one name and one shape in all layers, together; of all experts too."""
 
-    name: str  # within a layer, `*` for the number of an expert; with its shape where other layers have another under the same name
+    # Within a layer, `*` for the number of an expert; with shape or layers where others have another, or another grouping.
+    name: str
     out_features: int
     in_features: int
     modules: tuple[str, ...]  # full names
@@ -68,8 +73,9 @@ class LinearKind:
 class Decoder:
     """The model of a source: names, shapes and subsets at once, weights a layer at a time. Safe for several threads."""
 
-    def __init__(self, source: SourceModel, model: PreTrainedModel) -> None:
+    def __init__(self, source: SourceModel, model: PreTrainedModel, grouping: Grouping | None = None) -> None:
         self.source = source
+        self._grouping = grouping
         self.config: PreTrainedConfig = model.config
         self.attn_implementation: str = model.config._attn_implementation
         self.model_class = type(model)
@@ -93,7 +99,8 @@ class Decoder:
         self._embedding: nn.Module | None = None
         self._last_calls: dict[torch.device, Call] = {}
         self._skeletons: dict[int, _Skeleton] = {}
-        self._subsets: dict[int, tuple[tuple[str, ...], ...]] = {}
+        self._traced: dict[int, tuple[Subset, ...]] = {}
+        self._subsets: dict[int, tuple[Subset, ...]] = {}
         # Tensors that are another one under a second name, by that other's name.
         in_files = self._outer_in_files
         self._tied = {
@@ -109,9 +116,12 @@ class Decoder:
             raise SourceError(source.path, problems)
 
     @classmethod
-    def from_source(cls, source: SourceModel, attn_implementation: str = "sdpa") -> "Decoder":
+    def from_source(
+        cls, source: SourceModel, attn_implementation: str = "sdpa", grouping: Grouping | None = None
+    ) -> "Decoder":
         """Build the skeleton and compare it with the source's tensors; no tensor is read, but for a doubled head.
 
+        Without `grouping` all linears are quantized, and by one method.
         Families that have no sdpa attention get transformers' eager one.
         Raises SourceError when the family is not supported, the source is quantized already, or tensors are missing,
         unexpected or of another shape; all in one list.
@@ -133,7 +143,7 @@ class Decoder:
             raise SourceError(source.path, [f"transformers can't build it from `config.json`: {error}"]) from error
         if config.num_hidden_layers < 1:
             raise SourceError(source.path, [f"config.json gives it {config.num_hidden_layers} layers"])
-        return cls(source, model.eval().requires_grad_(False))
+        return cls(source, model.eval().requires_grad_(False), grouping)
 
     # Names
 
@@ -157,7 +167,7 @@ class Decoder:
 
     @cached_property
     def kept_modules(self) -> tuple[str, ...]:
-        """Full names of the matrices in layers, and of what is carried, that are no linears to quantize: routers."""
+        """Full names of the matrices in layers, and of what is carried, that are not quantized: routers, and what rules leave."""
         names = [*self.carried_tensor_names]
         for i in range(self.layer_count):
             linears = self.linear_shapes(i)
@@ -234,8 +244,14 @@ class Decoder:
         """The first layer of each kind."""
         return tuple(dict.fromkeys(self.kinds))
 
+    @cached_property
+    def layers_of_each_arrangement(self) -> tuple[int, ...]:
+        """The first layer of each kind and each choice of linears that are quantized."""
+        first: dict[Any, int] = {}
+        return tuple(dict.fromkeys(first.setdefault((kind, self.subsets(i)), i) for i, kind in enumerate(self.kinds)))
+
     def linear_shapes(self, i: int) -> dict[str, tuple[int, int]]:
-        """(N, K) of every linear of layer `i`, by its name within the layer, in the order of execution."""
+        """(N, K) of every linear of layer `i` that is quantized, by its name within the layer, in order of execution."""
         layer = self._skeleton(i).layer
         return {
             name: (linear.out_features, linear.in_features)
@@ -244,15 +260,34 @@ class Decoder:
             if isinstance(linear := layer.get_submodule(name), nn.Linear)
         }
 
-    def subsets(self, i: int) -> tuple[tuple[str, ...], ...]:
+    def linears_by_input(self, i: int) -> tuple[Subset, ...]:
         """The linears of layer `i` in order of execution, grouped where successive ones get the very same input."""
         kind = self.kinds[i]
-        if kind not in self._subsets:
-            self._subsets[kind] = self._traced_subsets(kind)
-        return self._subsets[kind]
+        if kind not in self._traced:
+            self._traced[kind] = self._traced_subsets(kind)
+        return self._traced[kind]
+
+    def subsets(self, i: int) -> tuple[Subset, ...]:
+        """What is quantized together in layer `i`, in order of execution: linears with one input, and of one grouping."""
+        if self._grouping is None:
+            return self.linears_by_input(i)
+        if i not in self._subsets:
+            prefix, arranged = self.layer_name(i), []
+            for linears_of_input in self.linears_by_input(i):
+                groups: dict[Hashable, list[str]] = {}
+                for name in linears_of_input:
+                    if (group := self._grouping(f"{prefix}.{name}")) is not None:
+                        groups.setdefault(group, []).append(name)
+                arranged += [tuple(names) for names in groups.values()]
+            self._subsets[i] = tuple(arranged)
+        return self._subsets[i]
 
     def experts(self, i: int) -> tuple[tuple[Subset, Subset], ...]:
-        """For each expert of layer `i` its subset before and its subset after the activation; empty for a dense layer."""
+        """For each expert of layer `i` that is quantized its subset before and its subset after the activation."""
+        quantized = set(self.subsets(i))
+        return tuple(pair for pair in self._all_experts(i) if quantized.issuperset(pair))
+
+    def _all_experts(self, i: int) -> tuple[tuple[Subset, Subset], ...]:
         skeleton = self._skeleton(i)
         return tuple(
             (
@@ -267,7 +302,7 @@ class Decoder:
     @property
     def has_experts(self) -> bool:
         """Whether any layer is a mixture of experts."""
-        return any(self.experts(i) for i in self.layers_of_each_kind)
+        return any(self._all_experts(i) for i in self.layers_of_each_kind)
 
     def stages(self, i: int, group_size: int) -> tuple[tuple[Subset, ...], ...]:
         """The subsets of layer `i` in order, those together that are independent: of a group of experts."""
@@ -285,21 +320,28 @@ class Decoder:
 
     @cached_property
     def linear_kinds(self) -> tuple[LinearKind, ...]:
-        """All linears of all layers by name and shape, in the order of execution."""
-        modules: dict[tuple[str, int, int], list[str]] = {}
+        """All linears that are quantized by name, shape and grouping, in the order of execution."""
+        modules: dict[tuple[str, int, int, Hashable], list[str]] = {}
+        layers: dict[tuple[str, int, int, Hashable], list[int]] = {}
         for i in range(self.layer_count):
-            of_experts = {name for pair in self.experts(i) for subset in pair for name in subset}
+            of_experts = {name for pair in self._all_experts(i) for subset in pair for name in subset}
             for name, shape in self.linear_shapes(i).items():
-                label = name
+                label, full = name, f"{self.layer_name(i)}.{name}"
                 if name in of_experts:
                     experts, _, projection = name.rsplit(".", 2)
                     label = f"{experts}.*.{projection}"
-                modules.setdefault((label, *shape), []).append(f"{self.layer_name(i)}.{name}")
-        shapes_of = Counter(name for name, _, _ in modules)
-        return tuple(
-            LinearKind(name if shapes_of[name] == 1 else f"{name} ({n} x {k})", n, k, tuple(full))
-            for (name, n, k), full in modules.items()
-        )
+                key = (label, *shape, self._grouping(full) if self._grouping is not None else None)
+                modules.setdefault(key, []).append(full)
+                if i not in layers.setdefault(key, []):
+                    layers[key].append(i)
+        shapes_of = Counter(name for name, _, _ in {key[:3] for key in modules})
+        groupings_of = Counter(key[:3] for key in modules)
+        kinds = []
+        for key, full_names in modules.items():
+            name, n, k, _ = key
+            told = [f"{n} x {k}"] * (shapes_of[name] > 1) + [_numbers(layers[key])] * (groupings_of[key[:3]] > 1)
+            kinds.append(LinearKind(f"{name} ({', '.join(told)})" if told else name, n, k, tuple(full_names)))
+        return tuple(kinds)
 
     def _traced_subsets(self, i: int) -> tuple[tuple[str, ...], ...]:
         skeleton = self._skeleton(i)
@@ -434,6 +476,18 @@ def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     options = {"attn_implementation": attention, "experts_implementation": EXPERTS}
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
     return model
+
+
+def _numbers(layers: list[int]) -> str:
+    """`layers 0-3, 5` for 0, 1, 2, 3, 5."""
+    runs: list[list[int]] = []
+    for number in layers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    told = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(told)}"
 
 
 def layer_list(front: nn.Module, layer_count: int) -> tuple[str, nn.ModuleList]:
