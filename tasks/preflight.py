@@ -1,6 +1,6 @@
 """Preflight: everything that can be known to go wrong, from config.json, headers and the file system, in one list.
 
-Nothing is written, no tensor is read, and Prefect is not asked. What passes comes back as a `Plan`.
+Nothing is written, no tensor is read but the scales of an FP8 source, and Prefect is not asked. What passes comes back as a `Plan`.
 """
 
 import json
@@ -88,6 +88,7 @@ class _Findings:
     def look_at_source(self) -> None:
         try:
             self.source = SourceModel.open(self.job.model)
+            self.problems += [f"source `{self.job.model}`: {problem}" for problem in self.source.scale_problems()]
             self.decoder = decoder_of(self.job.quantization, self.source)
         except SourceError as error:
             self.problems += [f"source `{self.job.model}`: {problem}" for problem in error.problems]
@@ -169,11 +170,10 @@ class _Findings:
             modules = tuple(self._modules(self.source, self.decoder, scheme))
         except ValueError:  # a shape that the layout can't hold, which is in `problems`
             return None
-        tensors = self.source.tensors
         outer_names = (*self.decoder.outer_tensor_names, *self.decoder.carried_tensor_names)
-        outer = sum(tensors[name].size_bytes for name in outer_names)
+        outer = sum(self.source.stored_bytes(name) for name in outer_names)
         in_layers = sum(
-            tensors[name].size_bytes
+            self.source.stored_bytes(name)
             for layer in range(self.decoder.layer_count)
             for name in self.decoder.layer_tensor_names(layer)
         )
@@ -226,7 +226,7 @@ class _Findings:
             before = after = 0
             for full in kind.modules:
                 bias = source.tensors.get(f"{full}.bias")
-                before += source.tensors[f"{full}.weight"].size_bytes + (bias.size_bytes if bias is not None else 0)
+                before += source.stored_bytes(f"{full}.weight") + (bias.size_bytes if bias is not None else 0)
                 after += scheme.of(full).module_bytes(full)
             yield ModuleKind(kind.name, kind.out_features, kind.in_features, len(kind.modules), before, after)
 
@@ -274,6 +274,12 @@ class _Findings:
         yield space_at("output", self.output, needed, 0)
 
     def _notes(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[str]:
+        if source.layout is not None:
+            yield (
+                f"the source is FP8 (`{source.layout.method}`, {len(source.scaled)} weights): they are widened to "
+                f"{str(decoder.source_dtype).removeprefix('torch.')} as they are read, and what is left unquantized is "
+                f"exported so"
+            )
         own = {scheme.of(kind.modules[0]): None for kind in decoder.linear_kinds}
         yield from dict.fromkeys(note for part in own for note in part.notes())
         yield from ruled_modules.notes(self.job.quantization, decoder)

@@ -19,6 +19,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tasks.models import fp8_weights
 from tasks.models.calls import Arguments, Call, are_equal, calls_of_stand_ins, on_meta
 from tasks.models.experts import UnfusedExperts
 from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
@@ -123,7 +124,7 @@ class Decoder:
 
         Without `grouping` all linears are quantized, and by one method.
         Families that have no sdpa attention get transformers' eager one.
-        Raises SourceError when the family is not supported, the source is quantized already, or tensors are missing,
+        Raises SourceError when the family is not supported, the source is quantized in a way that can't be read, or tensors are missing,
         unexpected or of another shape; all in one list.
         """
         family = source.config.get("model_type")
@@ -131,12 +132,18 @@ class Decoder:
             raise SourceError(
                 source.path, [f"its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}"]
             )
-        if (described := source.config.get("quantization_config")) is not None:
+        if (described := fp8_weights.described(source.config)) is not None:
             method = described.get("quant_method") if isinstance(described, dict) else None
-            method = method or "unknown method"
-            raise SourceError(source.path, [f"it is quantized already ({method}); name the original model"])
+            problem = (
+                f"it is quantized already ({method or 'unknown method'}), which can't be read: of quantized sources only FP8 "
+                f"with scales per block, row or matrix can, as `fp8` or as `compressed-tensors`; name the original model, "
+                f"or load this one with transformers, dequantize it and save that"
+            )
+            raise SourceError(source.path, [problem])
         try:
             config = AutoConfig.from_pretrained(source.path)
+            if source.layout is not None and hasattr(config, "quantization_config"):
+                del config.quantization_config
             with init_empty_weights(include_buffers=True):
                 model = _built(config, attn_implementation)
         except Exception as error:  # config.json is the user's: whatever it makes transformers raise is told as such
