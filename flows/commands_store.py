@@ -100,7 +100,8 @@ def _status(arguments: argparse.Namespace) -> int:
     for area, value in (found["identity"] or {}).items():
         lines.append(f"  {area}: {_short(value)}")
     _print(arguments, found, lines)
-    return 0
+    is_damaged = found["spare_pointer_in_use"] or any(generation["problem"] for generation in found["generations"])
+    return CheckpointDamaged.exit_code if is_damaged else 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -206,7 +207,7 @@ def _import_root(arguments: argparse.Namespace) -> int:
 def _copied(arguments: argparse.Namespace, target: str, report: transfer.TransferReport) -> int:
     what = f"{len(report.generations)} generations, {report.objects} objects, {_megabytes(report.bytes)}, verified"
     _print(arguments, report.as_json(), [f"{target}: {what}", *(f"  left out: {reason}" for reason in report.left_out)])
-    return 0
+    return CheckpointDamaged.exit_code if report.left_out else 0  # the copy is whole, what it was made of is not
 
 
 def _megabytes(count: int) -> str:
