@@ -1,6 +1,6 @@
 """What Prefect costs per layer and device shard, and whether that, or a layer itself, grows with the layers before it.
 
-    python benchmarks/prefect_overhead.py [--layers 200] [--devices 1] [DIRECTORY]
+    python benchmarks/prefect_overhead.py [--layers 200] [--devices 1] [--calls] [DIRECTORY]
 
 A random llama with many tiny layers is quantized in one run, on Prefect's server as it is configured or on one of its
 own. Its layers go in turn, a block each, through Prefect and without it (the same functions called directly), twice
@@ -13,6 +13,9 @@ Theil and Sen through the ten figures, from the beginning of the run to its end,
 (J. Am. Stat. Assoc. 63, 1968): where 0 lies in it, the run is flat within its noise, and the interval says how much growth
 it could have seen. CPU time is this process's, all threads; unlike wall time it tells something on a busy machine too.
 Prefect's server is another process.
+
+`--calls` counts the calls of functions, Python's and C's, in all threads of this process instead of the time: other
+programs do not disturb them, so that growth shows on any machine, but for what grows inside a single call.
 """
 
 import argparse
@@ -21,10 +24,11 @@ import json
 import math
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,24 +145,46 @@ class Layer:
     seconds: float
     cpu_seconds: float
     resident_bytes: int
+    calls: int = 0
 
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measured(job: QuantizationJob) -> list[Layer]:
+def count_calls() -> Callable[[], int]:
+    """Count calls in this thread and in all that are started from now on, to the end of the process; how many so far."""
+    counts: dict[int, int] = {}
+
+    def on_event(_frame: Any, event: str, _argument: Any) -> None:
+        if event in ("call", "c_call"):
+            thread = threading.get_ident()
+            counts[thread] = counts.get(thread, 0) + 1
+
+    threading.setprofile(on_event)
+    sys.setprofile(on_event)
+    return lambda: sum(list(counts.values()))
+
+
+def measured(job: QuantizationJob, calls: Callable[[], int] = lambda: 0) -> list[Layer]:
     """The layers of a run in order; the first, which has none before it, counts from the flow's call."""
-    ends = [(time.perf_counter(), time.process_time(), resident_bytes())]
+
+    def now() -> tuple[float, float, int, int]:
+        return time.perf_counter(), time.process_time(), resident_bytes(), calls()
+
+    ends = [now()]
     log = flow_module._Quantization._log
 
     def at_end(self: Any, receipt: Any, layer_count: int) -> None:
-        ends.append((time.perf_counter(), time.process_time(), resident_bytes()))
+        ends.append(now())
         log(self, receipt, layer_count)
 
     with mock.patch.object(flow_module._Quantization, "_log", at_end):
         quantize_model(job)
-    return [Layer(after[0] - before[0], after[1] - before[1], after[2]) for before, after in itertools.pairwise(ends)]
+    return [
+        Layer(after[0] - before[0], after[1] - before[1], after[2], after[3] - before[3])
+        for before, after in itertools.pairwise(ends)
+    ]
 
 
 @dataclass(frozen=True)
@@ -199,19 +225,22 @@ def part_figures(layers: Sequence[Layer], blocks: Sequence[Block], what: str, th
 
 def report(layers: Sequence[Layer], blocks: Sequence[Block], devices: int) -> Iterator[str]:
     """What the run says, line by line."""
-    for title, what in (("CPU", "cpu_seconds"), ("wall", "seconds")):
+    times = (("CPU  time", "cpu_seconds", 1e3, "ms"), ("wall time", "seconds", 1e3, "ms"))
+    counted = any(layer.calls for layer in layers)
+    for title, what, scale, unit in (("calls", "calls", 1.0, "calls"),) if counted else times:
         direct, through = (part_figures(layers, blocks, what, way) for way in (False, True))
         costs = [after - before for before, after in zip(direct, through, strict=True)]
         layer, cost = statistics.median(through), statistics.median(costs)
         for name, figures in (("without Prefect", direct), ("through Prefect", through), ("Prefect's part", costs)):
             yield (
-                f"{title:<4} time {name}: {statistics.median(figures) * 1000:6.1f} ms a layer; growth over the run "
-                f"in percent of a layer: {Growth.of(figures, layer)}"
+                f"{title} {name}: {statistics.median(figures) * scale:8.1f} {unit} a layer; growth over the run in "
+                f"percent of a layer: {Growth.of(figures, layer)}"
             )
-        yield (
-            f"{title:<4} time that Prefect takes per layer and shard: {cost / devices * 1000:.1f} ms "
-            f"(at most {BUDGET_SECONDS * 1000:.0f})"
-        )
+        if not counted:
+            yield (
+                f"{title} that Prefect takes per layer and shard: {cost / devices * 1000:.1f} ms "
+                f"(at most {BUDGET_SECONDS * 1000:.0f})"
+            )
     for name, way in (("without Prefect", False), ("through Prefect", True)):
         numbers = [
             number
@@ -230,17 +259,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=200, help=f"of either way; {PARTS * (SETTLING + 3)} or more")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--calls", action="store_true", help="count calls in the place of time")
     parser.add_argument("directory", nargs="?", type=Path)
     arguments = parser.parse_args()
     if arguments.layers < PARTS * (SETTLING + 3):
         parser.error(f"--layers {arguments.layers}: each of {PARTS} parts needs {SETTLING + 3} of either way")
     blocks = blocks_of(arguments.layers)
     direct = frozenset(layer for block in blocks if not block.through_prefect for layer in block.layers)
+    calls = count_calls() if arguments.calls else lambda: 0
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch, embedded_server():
         model = Path(scratch) / "model"
         write_model(model, blocks[-1].layers.stop)
         with without_prefect(direct):
-            layers = measured(job_on(model, Path(scratch), arguments.devices))
+            layers = measured(job_on(model, Path(scratch), arguments.devices), calls)
     for line in report(layers, blocks, arguments.devices):
         print(line)
     print(f"{len(layers)} layers, {arguments.devices} shards each; {threading.active_count()} threads left")

@@ -1,6 +1,8 @@
 """The benchmark of what Prefect costs compares two ways of one job, which must give the same bytes, and judges growth."""
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from benchmarks.prefect_overhead import Growth, Layer
 from tests.flow_jobs import contents, last_flow_run, layer_task_states
 
 LAYERS = 4
+PROJECT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -61,7 +64,27 @@ def test_the_report_charges_prefect_with_what_its_layers_take_longer() -> None:
             seconds = (0.020 if block.through_prefect else 0.010 + 0.001 * part) + 0.001 * part
             layers.append(Layer(seconds, seconds / 2, 10**8 + block.through_prefect * len(layers)))
     told = "\n".join(benchmark.report(layers, blocks, 2))
-    assert "wall time without Prefect:   19.0 ms a layer" in told
-    assert "wall time through Prefect:   24.5 ms a layer; growth over the run in percent of a layer: +40.8 % " in told
+    assert "wall time without Prefect:     19.0 ms a layer" in told
+    assert "wall time through Prefect:     24.5 ms a layer; growth over the run in percent of a layer: +40.8 % " in told
     assert "wall time that Prefect takes per layer and shard: 2.8 ms (at most 100)" in told
     assert "CPU  time that Prefect takes per layer and shard: 1.4 ms" in told
+
+
+def test_calls_are_counted_in_threads_too_and_reported_in_the_place_of_times() -> None:
+    program = (
+        "from benchmarks.prefect_overhead import count_calls\n"
+        "import threading\n"
+        "calls = count_calls()\n"
+        "def work():\n"
+        "    for _ in range(1000): abs(-1)\n"
+        "before = calls()\n"
+        "thread = threading.Thread(target=work); thread.start(); thread.join()\n"
+        "assert 1000 <= calls() - before < 1200, calls() - before\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    blocks = benchmark.blocks_of(100)
+    layers = [Layer(1.0, 1.0, 10**8, 30 if block.through_prefect else 20) for block in blocks for _ in block.layers]
+    told = list(benchmark.report(layers, blocks, 1))
+    assert told[2].startswith("calls Prefect's part:     10.0 calls a layer;") and "flat" in told[2]
+    assert not any("time" in line for line in told)
