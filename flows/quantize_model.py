@@ -32,13 +32,12 @@ from tasks.artifacts import Artifacts
 from tasks.devices import DeviceBusy, DevicePool
 from tasks.export import export_model, outer_names
 from tasks.job import QuantizationJob, absolute_path, checkpoint_root
-from tasks.models.decoder import Decoder
 from tasks.models.replay import check_replay
 from tasks.models.source import SourceModel
 from tasks.models.tensor_check import refuse_not_finite
 from tasks.quantize_layer import cache_key, quantize_layer
 from tasks.report import LayerReceipt, Report
-from tasks.schemes import needs_activations
+from tasks.schemes import decoder_of, needs_activations
 from tasks.time_estimate import Trial
 
 # Threads are made as shards need them: this only bounds the devices of one pool.
@@ -155,7 +154,7 @@ class _Quantization:
         job = self.job
         plan = preflight.check(job)
         source = SourceModel.open(job.model)
-        decoder = Decoder.from_source(source)
+        decoder = decoder_of(job.quantization, source)
         pool = DevicePool.resolve(job.devices)
         if len(pool.devices) > MAX_DEVICES:
             raise ValueError(f"{len(pool.devices)} devices are asked for; a pool holds at most {MAX_DEVICES}")
@@ -273,6 +272,7 @@ class _Quantization:
         layer_task = quantize_layer.with_options(result_storage=storage)
         if cursor:
             self.logger.info("%d of %d layers are finished at %s", cursor, layer_count, self.root)
+        pinned = {role: {ref.key: ref.sha256 for ref in run.session.layer_objects(role)} for role in (LAYER, ADAPTER)}
         # Kept: Prefect knows results by their id(), and would draw arrows between layers when one is used again.
         records = []
         for index in range(layer_count):
@@ -293,7 +293,7 @@ class _Quantization:
             receipt = LayerReceipt.model_validate(record)
             run.receipts.append(receipt)
             if index < cursor:
-                self._check_pinned(run, receipt)
+                self._check_pinned(pinned, receipt)
                 continue
             self._log(receipt, layer_count)
             artifacts.show(run.receipts, layer_count, run.seconds_left())
@@ -315,7 +315,13 @@ class _Quantization:
             length=max((batch.input_ids.shape[1] for batch in batches), default=0),
             rewinds=run.spills, layer_bytes_after=layer_bytes_after,
         )  # fmt: skip
-        estimate = trial.estimate(run.cpu_threads)
+        try:
+            estimate = trial.estimate(run.cpu_threads)
+        except Exception as error:  # whatever a trial meets, the run itself may do without it
+            self.logger.warning(
+                "how long it takes can't be told, the trial failed: %s (%s)", error, type(error).__name__
+            )
+            return
         self.logger.info("%s, by a trial of %.1f s", estimate.told(run.session.cursor), estimate.trial_seconds)
 
     def _prepare(self, run: running.Run) -> None:
@@ -340,10 +346,10 @@ class _Quantization:
         run.decoder.release()
         telemetry.tensors(self.logger, kind, run.hidden, device=self.job.telemetry.device)
 
-    def _check_pinned(self, run: running.Run, receipt: LayerReceipt) -> None:
+    def _check_pinned(self, pinned: dict[str, dict[str, str]], receipt: LayerReceipt) -> None:
         """The record that Prefect answered with must speak of the object that the generation holds."""
         for role, sha256 in ((LAYER, receipt.sha256), (ADAPTER, receipt.adapter_sha256)):
-            held = {ref.key: ref.sha256 for ref in run.session.layer_objects(role)}.get(receipt.name)
+            held = pinned[role].get(receipt.name)
             if held != sha256:
                 raise CheckpointDamaged(
                     f"the record of `{receipt.name}` names {role} object {str(sha256)[:12]}, the generation at {self.root} "

@@ -69,7 +69,7 @@ def build(
     on_cpu = pool.devices[0].type == "cpu"
     areas = {
         "source": {
-            "config": source.config,
+            "config": source.stored_config,
             "shards": hashed_shards(source),
             **_summed_up(scheme_of(job.quantization, source).written_beside_weights()),
         },
@@ -97,7 +97,7 @@ def build(
             "subsets": [
                 {
                     "layers": [i for i, first in enumerate(decoder.kinds) if first == kind],
-                    "linears": decoder.subsets(kind),
+                    "linears": decoder.linears_by_input(kind),
                 }
                 for kind in decoder.layers_of_each_kind
             ],

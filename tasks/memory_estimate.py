@@ -99,9 +99,9 @@ class MemoryEstimate:
                     others = (slots - 1) * stage.weights + sum(quantizing[1:slots])
                     on_host += at_least + others + waiting
                 host = max(host, on_host)
-        shapes = [shape for i in decoder.layers_of_each_kind for shape in decoder.linear_shapes(i).values()]
+        shapes = [shape for i in decoder.layers_of_each_arrangement for shape in decoder.linear_shapes(i).values()]
         packing = 2 * max(stage.codes for stages in layers for stage in stages[-1:])
-        packing += BYTES_PER_PACKED_CODE * max(n * k for n, k in shapes) if scheme.quantizes_units else 0
+        packing += BYTES_PER_PACKED_CODE * max((n * k for n, k in shapes), default=0) if scheme.quantizes_units else 0
         host = max(host, packing) + self._between_layers(spills)
         replayed = 2 * sum(kinds) + max(kinds) * decoder.source_dtype.itemsize // self.itemsize if self.is_chain else 0
         on_device = max(on_device, replayed)
@@ -123,13 +123,13 @@ class MemoryEstimate:
         return sum(prod(tensors[name].shape) for name in self.decoder.layer_tensor_names(i)) * self.itemsize
 
     def _stages(self, spills: bool) -> Iterator[list[_Stage]]:
-        """The stages of one layer of each kind."""
+        """The stages of one layer of each arrangement."""
         decoder = self.decoder
-        for i in decoder.layers_of_each_kind:
+        for i in decoder.layers_of_each_arrangement:
             shapes = decoder.linear_shapes(i)
             experts = {subset for pair in decoder.experts(i) for subset in pair}
-            # Methods that scale a layer run it once more, and so do samples that pass one batch at a time.
-            keeps = self.scheme.scales_layers or (spills and not experts)
+            # Some methods run a layer once more, and so do samples that pass one batch at a time.
+            keeps = self.scheme.scales_layers or not self.scheme.is_sequential or (spills and not experts)
             weights = self._layer_bytes(i) if self.is_chain else 0
             before, codes, stages = weights, 0, []
             for subset in decoder.subsets(i):
@@ -168,8 +168,9 @@ class MemoryEstimate:
         if self.scheme.quantizes_units:
             return [0]
         itemsize = self.decoder.source_dtype.itemsize
-        shapes = [shape for i in self.decoder.layers_of_each_kind for shape in self.decoder.linear_shapes(i).values()]
-        return sorted((n * k * itemsize + self.scheme.working_bytes(n, k) for n, k in shapes), reverse=True)
+        decoder = self.decoder
+        shapes = [shape for i in decoder.layers_of_each_arrangement for shape in decoder.linear_shapes(i).values()]
+        return sorted((n * k * itemsize + self.scheme.working_bytes(n, k) for n, k in shapes), reverse=True) or [0]
 
     def _outside_layers(self) -> int:
         """While embedding and head are looked at, exported, or, before the first layer, used."""

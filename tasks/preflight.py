@@ -1,6 +1,6 @@
 """Preflight: everything that can be known to go wrong, from config.json, headers and the file system, in one list.
 
-Nothing is written, no tensor is read, and Prefect is not asked. What passes comes back as a `Plan`.
+Nothing is written, no tensor is read but the scales of an FP8 source, and Prefect is not asked. What passes comes back as a `Plan`.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tasks import adapters
+from tasks import adapters, ruled_modules
 from tasks.calibration import source_problems, tokenizer_problems
 from tasks.calibration_sources import content_problems, file_of
 from tasks.devices import DevicePool
@@ -31,7 +31,7 @@ from tasks.places import (
 )
 from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
 from tasks.report import REPORT_FILE
-from tasks.schemes import Scheme, needs_activations, scheme_of
+from tasks.schemes import Scheme, decoder_of, needs_activations, scheme_of
 from tasks.time_estimate import Trial
 
 # What a run writes about each module: its part of a record, of manifests, of the report.
@@ -92,7 +92,8 @@ class _Findings:
     def look_at_source(self) -> None:
         try:
             self.source = SourceModel.open(self.job.model)
-            self.decoder = Decoder.from_source(self.source)
+            self.problems += [f"source `{self.job.model}`: {problem}" for problem in self.source.scale_problems()]
+            self.decoder = decoder_of(self.job.quantization, self.source)
         except SourceError as error:
             self.problems += [f"source `{self.job.model}`: {problem}" for problem in error.problems]
         if self.source is None:
@@ -136,7 +137,15 @@ class _Findings:
         if self.source is None:
             return
         scheme, shapes = scheme_of(self.job.quantization, self.source), self._linear_shapes()
-        self.problems += scheme.problems(shapes)
+        if self.decoder is None:
+            self.problems += scheme.problems(shapes)
+        else:
+            self.problems += ruled_modules.problems(self.job.quantization, self.decoder)
+            parts: dict[Scheme, dict[str, tuple[int, int]]] = {}
+            for kind in self.decoder.linear_kinds:
+                own = parts.setdefault(scheme.of(kind.modules[0]), {})
+                own[kind.name] = (kind.out_features, kind.in_features)
+            self.problems += dict.fromkeys(problem for part, own in parts.items() for problem in part.problems(own))
         if scheme.scales_layers and self.decoder is not None and self.decoder.has_experts:
             self.problems.append(
                 f"method `{self.job.quantization.method}` scales what enters a layer's experts, which their router reads "
@@ -165,11 +174,10 @@ class _Findings:
             modules = tuple(self._modules(self.source, self.decoder, scheme))
         except ValueError:  # a shape that the layout can't hold, which is in `problems`
             return None
-        tensors = self.source.tensors
         outer_names = (*self.decoder.outer_tensor_names, *self.decoder.carried_tensor_names)
-        outer = sum(tensors[name].size_bytes for name in outer_names)
+        outer = sum(self.source.stored_bytes(name) for name in outer_names)
         in_layers = sum(
-            tensors[name].size_bytes
+            self.source.stored_bytes(name)
             for layer in range(self.decoder.layer_count)
             for name in self.decoder.layer_tensor_names(layer)
         )
@@ -230,7 +238,11 @@ class _Findings:
             rewinds=plan.spills,
             layer_bytes_after=plan.layers_after // plan.layer_count,
         )
-        return replace(plan, time=trial.estimate())
+        try:
+            return replace(plan, time=trial.estimate())
+        except Exception as error:  # whatever a trial meets, the run itself may do without it
+            note = f"how long it takes can't be told, the trial failed: {error} ({type(error).__name__})"
+            return replace(plan, notes=(*plan.notes, note))
 
     def _modules(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[ModuleKind]:
         """Bytes as they are stored, the bias with its weight."""
@@ -238,8 +250,8 @@ class _Findings:
             before = after = 0
             for full in kind.modules:
                 bias = source.tensors.get(f"{full}.bias")
-                before += source.tensors[f"{full}.weight"].size_bytes + (bias.size_bytes if bias is not None else 0)
-                after += scheme.module_bytes(full)
+                before += source.stored_bytes(f"{full}.weight") + (bias.size_bytes if bias is not None else 0)
+                after += scheme.of(full).module_bytes(full)
             yield ModuleKind(kind.name, kind.out_features, kind.in_features, len(kind.modules), before, after)
 
     def _adapter_bytes(self, decoder: Decoder) -> int:
@@ -286,7 +298,15 @@ class _Findings:
         yield space_at("output", self.output, needed, 0)
 
     def _notes(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[str]:
-        yield from scheme.notes()
+        if source.layout is not None:
+            yield (
+                f"the source is FP8 (`{source.layout.method}`, {len(source.scaled)} weights): they are widened to "
+                f"{str(decoder.source_dtype).removeprefix('torch.')} as they are read, and what is left unquantized is "
+                f"exported so"
+            )
+        own = {scheme.of(kind.modules[0]): None for kind in decoder.linear_kinds}
+        yield from dict.fromkeys(note for part in own for note in part.notes())
+        yield from ruled_modules.notes(self.job.quantization, decoder)
         if self.job.adapter is not None:
             yield from adapters.notes(self._linear_shapes())
         yield from scheme.layer_notes(decoder)

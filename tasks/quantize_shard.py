@@ -31,7 +31,7 @@ from tasks.methods.grid import WeightError
 from tasks.methods.hessian import spans
 from tasks.models.experts import group_experts
 from tasks.models.staged import StagedForward
-from tasks.schemes import Prepared, Statistic
+from tasks.schemes import Prepared, Scheme, Statistic
 
 
 @task(name="quantize-shard", task_run_name="layer {layer} device {device}", persist_result=False, cache_policy=NO_CACHE)
@@ -72,7 +72,7 @@ class Shard:
             self._check_weights(module)
         # An adapter is made subset by subset.
         size = group_size(self.run, self.work.layer) if self.work.adapter is None else 1
-        group_experts(module, size)
+        group_experts(module, size or 1)  # experts that are left as they are run one by one
         stages = decoder.stages(self.work.layer, size)
         in_order = [subset for stage in stages for subset in stage]
         past: tuple[tuple[str, ...], ...] = ()
@@ -83,7 +83,7 @@ class Shard:
                     self._sum_up(staged, subset)
                     # Subset by subset: no more lanes than one subset's wait for others.
                     self.work.meet()
-                if not rewinds:
+                if scheme.is_sequential and not rewinds:  # else the layer is run again
                     self._let_go(module, past)
                 past = stage
                 if len(stage) > 1:
@@ -101,6 +101,13 @@ class Shard:
                         self._replace_weights(module, subset)
                 # Every device has taken it: what is largest must not lie under the next subset's sums.
                 self.work.prepared = None
+            if scheme.is_sequential:
+                self._hand_on(staged)
+                return
+        # Nothing in the layer has seen a quantized weight; the next layer must.
+        for subset in self.subsets:
+            self._put_quantized(module, subset)
+        with StagedForward(module, (), self._calls()) as staged:
             self._hand_on(staged)
 
     def _let_go(self, module: nn.Module, stage: tuple[tuple[str, ...], ...]) -> None:
@@ -189,7 +196,10 @@ class Shard:
         running.return_freed_memory()
         if (adapter := self._observing_adapter) is not None:
             total = adapter.prepare(total, self._full(subset[0]))
-        return self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
+        return self._scheme_of(subset).prepare(total, self.run.calibration_tokens, self._full(subset[0]))
+
+    def _scheme_of(self, subset: tuple[str, ...]) -> Scheme:
+        return self.run.scheme.of(self._full(subset[0]))
 
     def _state_here(self) -> Any:
         prepared = self.work.prepared
@@ -199,11 +209,11 @@ class Shard:
         """Quantize this device's units of the subset, then put what a loader will see into this device's module."""
         work = self.work
         weights = {name: weight_of(module, name) for name in subset}
-        self._quantize_units(list(weights.values()), self._state_here())
+        self._quantize_units(subset, list(weights.values()), self._state_here())
         work.meet()
         if work.diverged:
             # All or none: siblings that a loader fuses keep one layout, and no result depends on who came first.
-            self._quantize_units(list(weights.values()), None)
+            self._quantize_units(subset, list(weights.values()), None)
             work.meet()
         if self.number == 0:
             work.collect(subset, [len(weight) for weight in weights.values()])
@@ -222,7 +232,7 @@ class Shard:
                 prepared = replace(prepared, state=prepared.state.to(self.device))
             if scheme.quantizes_units:
                 weights = [weight_of(module, name) for name in subset]
-                modules, prepared = quantize_subset(scheme, weights, prepared, UNIT_ROWS)
+                modules, prepared = quantize_subset(self._scheme_of(subset), weights, prepared, UNIT_ROWS)
                 for name, rows in zip(subset, modules, strict=True):
                     work.keep(name, rows)
             else:
@@ -235,11 +245,12 @@ class Shard:
             for subset in stage:
                 self._replace_weights(module, subset)
 
-    def _quantize_units(self, weights: list[Tensor], state: Any) -> None:
+    def _quantize_units(self, subset: tuple[str, ...], weights: list[Tensor], state: Any) -> None:
+        scheme = self._scheme_of(subset)
         for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
             weight_NK = rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
             try:
-                self.work.units[unit] = self.run.scheme.quantize_unit(weight_NK, state)
+                self.work.units[unit] = scheme.quantize_unit(weight_NK, state)
             except HessianError as error:
                 self.work.diverged[unit] = str(error)
 
@@ -253,7 +264,7 @@ class Shard:
         work.meet()
         if self.number == 0:
             for subset in subsets:
-                work.outcomes.setdefault(subset, self.run.scheme.prepare(None, 0, self._full(subset[0])))
+                work.outcomes.setdefault(subset, self._scheme_of(subset).prepare(None, 0, self._full(subset[0])))
         work.meet()
 
     def _quantize_module(self, name: str, state: Any) -> float:
@@ -261,7 +272,7 @@ class Shard:
         full = self._full(name)
         weight_NK = self.run.source.load([f"{full}.weight"], self.device)[f"{full}.weight"]
         try:
-            rows = self.run.scheme.quantize(full, weight_NK, state)
+            rows = self.run.scheme.of(full).quantize(full, weight_NK, state)
         except WeightError as error:
             raise WeightError(f"`{full}`: {error}") from error
         self.work.keep(name, rows)
@@ -270,13 +281,18 @@ class Shard:
         return rows.loss
 
     def _replace_weights(self, module: nn.Module, subset: tuple[str, ...]) -> None:
-        """Put what a loader will see into this device's module; before that, make its share of the adapter."""
+        """Make this device's share of the adapter, then put what a loader will see into its module, unless that waits."""
         work = self.work
-        quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}
         if work.adapter is not None:
+            quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}
             costs = {name: self.shapes[name][0] * self.shapes[name][1] for name in subset}
             for name in shares(costs, work.device_count)[self.number]:
                 work.adapter.compensate(name, weight_of(module, name), quantized[name].dequantize())
+        if self.run.scheme.is_sequential:
+            self._put_quantized(module, subset)
+
+    def _put_quantized(self, module: nn.Module, subset: tuple[str, ...]) -> None:
+        quantized: dict[str, Any] = self.work.quantized
         for name in subset:
             weight_NK, rows = weight_of(module, name).data, quantized[name]
             if not self.run.scheme.quantizes_units:
@@ -291,7 +307,7 @@ class Shard:
         """Told before anything is spent on the layer, and by name: units know rows only."""
         for name in self.shapes:
             try:
-                self.run.scheme.check(weight_of(module, name))
+                self.run.scheme.of(self._full(name)).check(weight_of(module, name))
             except WeightError as error:
                 raise WeightError(f"`{self._full(name)}`: {error}") from error
 

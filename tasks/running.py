@@ -69,7 +69,8 @@ class Run:
     lost_slots: set[int] = field(default_factory=set)
     # What the shards of the layer in work share (`tasks.layer_work.LayerWork`).
     work: Any = None
-    _seconds: list[float] = field(default_factory=list)
+    _finished: int = 0  # layers, by this run
+    _finished_seconds: float = 0.0
     _began: float = field(default_factory=time.monotonic)
 
     @property
@@ -126,14 +127,15 @@ class Run:
 
     def end_layer(self) -> float:
         """Seconds that the layer in work took."""
-        self._seconds.append(time.monotonic() - self._began)
-        return self._seconds[-1]
+        seconds = time.monotonic() - self._began
+        self._finished, self._finished_seconds = self._finished + 1, self._finished_seconds + seconds
+        return seconds
 
     def seconds_left(self) -> float | None:
         """Estimate until the last layer is done; None until this run has finished one."""
-        if not self._seconds:
+        if not self._finished:
             return None
-        each = sum(self._seconds) / len(self._seconds)
+        each = self._finished_seconds / self._finished
         now = min(time.monotonic() - self._began, each)
         return max(0.0, each * (self.decoder.layer_count - self.layer) - now)
 

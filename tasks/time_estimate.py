@@ -26,7 +26,6 @@ from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.expert_groups import experts_per_token
 from tasks.methods import awq
 from tasks.models.decoder import Decoder
-from tasks.models.folding import Subset
 from tasks.plan import TimeEstimate
 from tasks.schemes import HessianScheme, Scheme
 
@@ -63,14 +62,15 @@ class Trial:
         # in a loop, which is many times slower for small pieces of work where cores are shared.
         torch.ones(1 << 20).add_(1)
         with ThreadPoolExecutor(1) as other:
-            of_kind = other.submit(self._kinds, count).result()
-        seconds = tuple(of_kind[kind] for kind in self.decoder.kinds)
+            seconds = other.submit(self._layers, count).result()
         return TimeEstimate(seconds, time.perf_counter() - began)
 
-    def _kinds(self, threads: int) -> dict[int, float]:
+    def _layers(self, threads: int) -> tuple[float, ...]:
         torch.set_num_threads(threads)  # of this thread
+        decoder = self.decoder
         with torch.no_grad():
-            return {i: self._layer(i) for i in self.decoder.layers_of_each_kind}
+            alike = {(decoder.kinds[i], decoder.subsets(i)): self._layer(i) for i in decoder.layers_of_each_arrangement}
+        return tuple(alike[decoder.kinds[i], decoder.subsets(i)] for i in range(decoder.layer_count))
 
     # A layer
 
@@ -94,18 +94,18 @@ class Trial:
             tokens = self.tokens * (share if subset in experts else 1.0)
             if scheme.needs_activations:
                 seconds += self._summing(width, tokens)
-                alone += self._preparing(width, decoder, i, subset)
+                alone += self._preparing(width, f"{decoder.layer_name(i)}.{subset[0]}")
                 if self.rewinds and not experts:
                     passing += passed
                 passed += 2 * tokens * rows * width * product
-            seconds += self._quantizing(width, rows, decoder, i, subset)
+            seconds += self._quantizing(width, rows, f"{decoder.layer_name(i)}.{subset[0]}")
         if scheme.needs_activations:
-            widest = max(width for _, width in shapes.values())
+            widest = max((width for _, width in shapes.values()), default=0)
             hidden = decoder.config.hidden_size
             traffic = self.tokens * (HIDDEN_PASSES * hidden + WIDE_PASSES * widest) * self.dtype.itemsize
             # Twice the products of a causal layer's scores, which are made in half as large pieces.
             passed += traffic * self._traffic + 4 * self.tokens * self.length * hidden * product
-            seconds += passing + passed * (2 if scheme.scales_layers else 1)
+            seconds += passing + passed * (2 if scheme.scales_layers or not scheme.is_sequential else 1)
         slots = 1 if self.pool.devices[0].type == "cpu" else len(self.pool.devices)  # CPU slots share their cores
         return seconds / slots + alone
 
@@ -129,45 +129,45 @@ class Trial:
         lanes = min(LANES, -(-self.tokens // max(self.batch_tokens, 1)))
         return larger * (tokens * per_token + lanes * self._once(("merge", narrow), merge))
 
-    def _preparing(self, width: int, decoder: Decoder, i: int, subset: Subset) -> float:
-        narrow, name = self._trial_width(width), f"{decoder.layer_name(i)}.{subset[0]}"
+    def _preparing(self, width: int, name: str) -> float:
+        """Making the statistic into what the subset of the module `name` is quantized with."""
+        narrow, scheme = self._trial_width(width), self.scheme.of(name)
 
         def prepare() -> Callable[[], object]:
             statistic = self._filled(narrow)
-            return lambda: self.scheme.prepare(statistic, statistic.tokens, name)
+            return lambda: scheme.prepare(statistic, statistic.tokens, name)
 
-        seconds, products = self._once(("prepare", narrow), prepare, again=False), 0.0
-        if isinstance(self.scheme, HessianScheme):
+        seconds, products = self._once(("prepare", narrow, scheme.config), prepare, again=False), 0.0
+        if isinstance(scheme, HessianScheme):
             # A Cholesky factor and its inverse, in float64, by panels; the rest are copies and small pieces.
             products = 2 / 3 * self._product(torch.float64, WIDEST_TRIAL)
         copies = max(seconds - products * narrow**3, seconds / 4)
         return copies * (width / narrow) ** 2 + (seconds - copies) * (width / narrow) ** 3
 
-    def _quantizing(self, width: int, rows: int, decoder: Decoder, i: int, subset: Subset) -> float:
-        """All rows of a subset rounded, put back into the layer and packed."""
-        name = f"{decoder.layer_name(i)}.{subset[0]}"
+    def _quantizing(self, width: int, rows: int, name: str) -> float:
+        """All rows of the subset of the module `name` rounded, put back into the layer and packed."""
         if not self.scheme.quantizes_units:
             return rows * width * self._per_weight(width, rows, name)
-        narrow, unit = self._trial_width(width), min(rows, UNIT_ROWS)
-        state = self.scheme.prepare(filled := self._filled(narrow), filled.tokens, name).state
+        narrow, unit, scheme = self._trial_width(width), min(rows, UNIT_ROWS), self.scheme.of(name)
+        state = scheme.prepare(filled := self._filled(narrow), filled.tokens, name).state
         weight_NK = self._random(unit, narrow) * 0.02
 
         def rounding() -> Callable[[], object]:
-            return lambda: self.scheme.quantize_unit(weight_NK, state)
+            return lambda: scheme.quantize_unit(weight_NK, state)
 
         def finishing() -> Callable[[], object]:
-            quantized = self.scheme.quantize_unit(weight_NK[:FINISHED_ROWS], state)
-            return lambda: (quantized.dequantize(), self.scheme.pack(name, quantized, None))
+            quantized = scheme.quantize_unit(weight_NK[:FINISHED_ROWS], state)
+            return lambda: (quantized.dequantize(), self.scheme.of(name).pack(name, quantized, None))
 
-        seconds = self._once(("round", unit, narrow), rounding)
-        if isinstance(self.scheme, HessianScheme):
+        seconds = self._once(("round", unit, narrow, scheme.config), rounding)
+        if isinstance(scheme, HessianScheme):
             # Half of the products of a square: errors are carried to the columns that follow.
             products = unit * self._product(self.dtype, WIDEST_TRIAL)
             loop = max(seconds - products * narrow**2, seconds / 4)
             seconds = loop * width / narrow + (seconds - loop) * (width / narrow) ** 2
         else:
             seconds *= width / narrow
-        finished = self._once(("finish", unit, narrow), finishing) / min(unit, FINISHED_ROWS)
+        finished = self._once(("finish", unit, narrow, scheme.config), finishing) / min(unit, FINISHED_ROWS)
         seconds += width / narrow * unit * finished
         if self.scheme.scales_layers:
             seconds += (width / narrow) ** 2 * self._scaling(unit, narrow, weight_NK, state)
@@ -175,7 +175,7 @@ class Trial:
 
     def _scaling(self, unit: int, narrow: int, weight_NK: Tensor, state: Any) -> float:
         """The search for a subset's scales, over the rows of a unit; a candidate of it is tried."""
-        config: Any = self.scheme.config
+        config: Any = self.scheme.config  # whose rules choose bits and groups, not the search
 
         def search() -> Callable[[], object]:
             ones_SK = torch.ones(1, narrow)
@@ -189,10 +189,10 @@ class Trial:
         narrow = self._trial_width(width)
         state = None
         if self.scheme.needs_activations:
-            state = self.scheme.prepare(filled := self._filled(narrow), filled.tokens, name).state
+            state = self.scheme.of(name).prepare(filled := self._filled(narrow), filled.tokens, name).state
         some = min(rows, NARROW_TRIAL)
         while True:
-            key = ("module", some, narrow, state is None)
+            key = ("module", some, narrow, self.scheme.of(name).config)
             weight_NK = (self._random(some, narrow) * 0.02).to(self.decoder.source_dtype)
 
             def module(weight_NK: Tensor = weight_NK) -> Callable[[], object]:
@@ -204,10 +204,10 @@ class Trial:
             some *= 2
 
     def _whole_module(self, name: str, weight_NK: Tensor, state: Any) -> None:
-        quantized: Any = self.scheme.quantize(name, weight_NK, state)
+        quantized: Any = self.scheme.of(name).quantize(name, weight_NK, state)
         if self.scheme.replaces_weights:
             quantized.dequantize()
-        self.scheme.pack(name, quantized, None)
+        self.scheme.of(name).pack(name, quantized, None)
 
     # What is tried
 

@@ -67,6 +67,24 @@ def test_a_mixture_of_experts_can_be_tried(tmp_path: Path) -> None:
     assert all(seconds > 0.1 for seconds in trial_of(job).estimate().layer_seconds)
 
 
+@pytest.mark.parametrize(
+    "dynamic", [{"+:.*down_proj": {"bits": 8, "group_size": 128}}, {"-:.*mlp.*": {}}, {r"-:model\.layers\.0\..*": {}}]
+)
+def test_modules_under_rules_are_tried_as_they_are_quantized(model: Path, tmp_path: Path, dynamic: Any) -> None:
+    config = GPTQConfig(group_size=32, dynamic=dynamic, true_sequential=False)
+    plan = preflight.check(tiny_job(model, tmp_path, quantization=config), trial=True)
+    assert plan.time is not None and len(plan.time.layer_seconds) == plan.layer_count == 2
+
+
+def test_a_trial_that_fails_is_told_and_costs_nothing(model: Path, tmp_path: Path, monkeypatch) -> None:
+    def fail(trial: Trial, threads: int | None = None) -> TimeEstimate:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(Trial, "estimate", fail)
+    plan = preflight.check(tiny_job(model, tmp_path), trial=True)
+    assert plan.time is None and "the trial failed: no such kernel (RuntimeError)" in plan.table()
+
+
 def test_no_trial_is_made_of_who_wants_none(model: Path, tmp_path: Path) -> None:
     job = tiny_job(model, tmp_path).model_copy(update={"time_estimate": False})
     assert preflight.check(job, trial=True).time is None

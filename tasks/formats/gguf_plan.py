@@ -18,6 +18,7 @@ from typing import Any
 
 from tasks.job import GGUFConfig
 from tasks.methods.ggml_blocks import BLOCK_TYPES
+from tasks.module_rules import first, without_effect
 
 # quant_type: (type of most tensors, the number that files have for the mix)
 MIXES = {
@@ -125,8 +126,9 @@ class GGUFPlan:
 def make_plan(config: GGUFConfig, model_config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> GGUFPlan:
     """The plan for a model with this `config.json` and these tensors (a tied head left out).
 
-    ValueError with every problem: tensors that the format has no name for and, where `config.strict`, rows that do not
-    fill the intended blocks.
+    A rule of `config.dynamic` decides about the type of a matrix before the mix does. ValueError with every problem:
+    tensors that the format has no name for, rules that match none and, where `config.strict`, rows that do not fill the
+    intended blocks.
     """
     unknown = [name for name in shapes if _gguf_name(name) is None]
     if unknown:
@@ -135,10 +137,16 @@ def make_plan(config: GGUFConfig, model_config: Mapping[str, Any], shapes: Mappi
             f"file would not find them, so this model can't be exported as gguf"
         )
     is_tied = "lm_head.weight" not in shapes
+    matrices = {source: source.removesuffix(".weight") for source, shape in shapes.items() if len(shape) == 2}
+    if problems := list(without_effect(config.dynamic, matrices.values(), "matrix")):
+        raise ValueError("; ".join(problems))
     tensors = []
     for source, shape in shapes.items():
         name, layer = _gguf_name(source) or ("", None)
         intended = _intended(config, name, layer, shape, model_config, is_tied)
+        rule = first(config.dynamic, matrices[source]) if source in matrices else None
+        if rule is not None and rule.type is not None:
+            intended = rule.type
         heads = _heads(name, model_config)
         tensors.append(TensorPlan(source, name, layer, tuple(shape), intended, _actual(intended, shape), heads))
     if rope_parameters(model_config).get("rope_type") == "llama3":
@@ -229,7 +237,7 @@ def _intended(
 
 def _actual(intended: str, shape: tuple[int, ...]) -> str:
     for candidate in (intended, FALLBACKS.get(intended)):
-        if candidate == "f32" or (candidate and shape[-1] % BLOCK_TYPES[candidate].weights == 0):
+        if candidate in FLOAT_BYTES or (candidate and shape[-1] % BLOCK_TYPES[candidate].weights == 0):
             return candidate
     return "f16"
 
