@@ -181,7 +181,7 @@ class Plan:
         rows.append(
             (
                 "memory",
-                f"about {size(memory.host_peak_bytes)} of {size(memory.host_total_bytes)} on the host; the largest layer has {size(memory.layer_bytes)}",
+                f"about {size(memory.host_peak_bytes)} of {size(memory.host_total_bytes)} on the host, beside 1 GB for the program itself and Prefect's server; the largest layer has {size(memory.layer_bytes)}",
             )
         )
         if memory.device_total_bytes and any(name != "cpu" for name in self.devices):
