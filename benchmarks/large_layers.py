@@ -70,7 +70,8 @@ def random_tensor(name: str, size: tuple[int, ...]) -> Tensor:
 def write_model(path: Path, shape: argparse.Namespace) -> None:
     """Write what is missing of the model, a shard at a time."""
     path.mkdir(parents=True, exist_ok=True)
-    places, contents = {}, list(shards(shape))
+    places: dict[str, str] = {}
+    contents = list(shards(shape))
     for number, content in enumerate(contents, start=1):
         shard = path / f"model-{number:05d}-of-{len(contents):05d}.safetensors"
         places |= dict.fromkeys(content, shard.name)
