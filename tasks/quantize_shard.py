@@ -94,6 +94,8 @@ class Shard:
                         self._replace_weights(module, subset)
                 # Every device has taken it: what is largest must not lie under the next subset's sums.
                 self.work.prepared = None
+            if decoder.is_head(self.work.layer):
+                return  # nothing comes after it, and its outputs are as many as the vocabulary
             if scheme.is_sequential:
                 self._hand_on(staged)
                 return
@@ -283,7 +285,7 @@ class Shard:
                 raise WeightError(f"`{self._full(name)}`: {error}") from error
 
     def _full(self, name: str) -> str:
-        return f"{self.run.decoder.layer_name(self.work.layer)}.{name}"
+        return self.run.decoder.full_name(self.work.layer, name)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -54,6 +54,8 @@ def problems(config: Quantization, decoder: Decoder) -> Iterator[str]:
 
 def notes(config: Quantization, decoder: Decoder) -> Iterator[str]:
     """What a reader of an export with rules should know beforehand."""
+    if decoder.quantizes_head:
+        yield "transformers does not load a quantized head, and makes up another without an error; GPTQModel and vLLM do"
     if not isinstance(config, GPTQConfig | RTNConfig) or not config.dynamic:
         return
     found = [own for _, module in _modules(decoder) if (own := ModuleConfigs(config).of(module)) is not None]
@@ -160,11 +162,13 @@ def _compressed_tensors(
 
 
 def _modules(decoder: Decoder) -> Iterator[tuple[int, str]]:
-    """The full names of all linears in layers, quantized or not, with their layers."""
+    """The full names of all linears in layers, quantized or not, with their layers; and the head."""
     for i in range(decoder.layer_count):
         for subset in decoder.linears_by_input(i):
             for name in subset:
                 yield i, f"{decoder.layer_name(i)}.{name}"
+    if decoder.quantizes_head:
+        yield decoder.layer_count, decoder.head_name
 
 
 def _fused_units(modules: Iterable[str]) -> dict[str, list[str]]:
