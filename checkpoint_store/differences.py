@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from checkpoint_store.generations import canonical
+from checkpoint_store.canonical import canonical
 
 _VALUE_CHARACTERS_MOST = 200
 _ABSENT = object()

@@ -1,17 +1,18 @@
 """The small files that say what is published: FORMAT, CURRENT and manifests, as bytes and as values.
 
 All of them are canonical JSON. FORMAT and CURRENT carry their own checksum line; a manifest's checksum is in CURRENT.
-Parsing is strict: duplicate keys, wrong types and names that are not ours are damage; a newer version is not.
+Wrong types and names that are not ours are damage; a newer version is not.
 """
 
 import hashlib
-import json
-import math
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
+from checkpoint_store.canonical import canonical, parse
 from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, UnknownFormat
 from checkpoint_store.failures import reading
@@ -23,6 +24,7 @@ FORMAT_LIMIT_BYTES = 4 << 10
 CURRENT_LIMIT_BYTES = 64 << 10
 MANIFEST_LIMIT_BYTES = 8 << 20
 MANIFEST_NAME = re.compile(r"([0-9]{8})-([0-9a-f]{16})\.json")
+DIGEST_AND_SIZE = attrgetter("sha256", "size")
 _ROOT_ID = re.compile(r"[0-9a-f]{32}")
 _ROLE = re.compile(r"[a-z][a-z_]{0,31}")
 _GENERATIONS_MOST = 10**8 - 1
@@ -60,10 +62,10 @@ class Manifest:
     run_id: str | None
     created_utc: str
 
-
-def canonical(value: Any) -> bytes:
-    """JSON with sorted keys, no spaces, ASCII only, no NaN: equal values give equal bytes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode("ascii")
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each object, by digest."""
+        return dict(map(DIGEST_AND_SIZE, self.objects))
 
 
 def encode_format(root_id: str) -> bytes:
@@ -118,9 +120,18 @@ def encode_manifest(manifest: Manifest) -> tuple[Entry, bytes]:
     """The manifest's bytes, and the entry under which CURRENT lists them."""
     if manifest.gen > _GENERATIONS_MOST:
         raise CheckpointError(f"generation {manifest.gen} does not fit the format; go on in a new root")
-    value = {**vars(manifest), "v": FORMAT_VERSION, "min_reader": FORMAT_VERSION}
-    value["objects"] = [vars(ref) for ref in manifest.objects]
-    raw = canonical(value)
+    before = {
+        "created_utc": manifest.created_utc,
+        "cursor": manifest.cursor,
+        "gen": manifest.gen,
+        "identity": manifest.identity,
+        "layer_count": manifest.layer_count,
+        "min_reader": FORMAT_VERSION,
+    }
+    after = {"parent": manifest.parent, "run_id": manifest.run_id, "v": FORMAT_VERSION}
+    # Joined by hand: most refs are those of the generation before, and stay encoded.
+    objects = b",".join(map(attrgetter("encoded"), manifest.objects))
+    raw = b'%s,"objects":[%s],%s' % (canonical(before)[:-1], objects, canonical(after)[1:])
     if len(raw) > MANIFEST_LIMIT_BYTES:
         raise CheckpointError(
             f"a manifest of {len(manifest.objects)} objects has {len(raw)} bytes, more than {MANIFEST_LIMIT_BYTES}"
@@ -130,7 +141,7 @@ def encode_manifest(manifest: Manifest) -> tuple[Entry, bytes]:
 
 
 def decode_manifest(raw: bytes, what: str) -> Manifest:
-    value = _parse(raw, what)
+    value = parse(raw, what)
     _refuse_newer(value.get("min_reader"), what)
     objects = tuple(_decode_ref(item, what) for item in _typed(value, "objects", list, what))
     if len({(ref.role, ref.key) for ref in objects}) != len(objects):
@@ -199,39 +210,7 @@ def _unsealed(raw: bytes, what: str) -> dict[str, Any]:
     line, _, rest = raw.partition(b"\n")
     if rest != hashlib.sha256(line).hexdigest().encode("ascii") + b"\n":
         raise CheckpointDamaged(f"`{what}` is damaged: its checksum line does not match")
-    return _parse(line, what)
-
-
-def _parse(raw: bytes, what: str) -> dict[str, Any]:
-    try:
-        value = json.loads(
-            raw.decode("utf-8"),
-            object_pairs_hook=_without_duplicates,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-        )
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"`{what}` is damaged: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointDamaged(f"`{what}` is damaged: it is not a JSON object")
-    return value
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key stands twice in one JSON object")
-    return value
-
-
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is too large for a number")
-    return number
+    return parse(line, what)
 
 
 def _refuse_newer(version: Any, what: str) -> None:

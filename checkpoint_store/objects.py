@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+from checkpoint_store.canonical import canonical
 from checkpoint_store.disk import WRITE_VIEW_BYTES, Disk
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError
 from checkpoint_store.failures import reading
@@ -25,6 +27,11 @@ class ObjectRef:
     key: str
     sha256: str
     size: int
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The ref as a manifest holds it; made once, since every later manifest holds it again."""
+        return canonical({"key": self.key, "role": self.role, "sha256": self.sha256, "size": self.size})
 
 
 class Payload(Protocol):

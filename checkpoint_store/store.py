@@ -18,8 +18,16 @@ from checkpoint_store.config import KEEP_LAST_MOST
 from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, CheckpointMissing, StorageFull
 from checkpoint_store.failures import reading, writing
-from checkpoint_store.garbage import SweepReport, collect
-from checkpoint_store.generations import Current, Entry, Manifest, encode_current, encode_manifest, read_manifest
+from checkpoint_store.garbage import SweepReport, collect, collect_named
+from checkpoint_store.generations import (
+    DIGEST_AND_SIZE,
+    Current,
+    Entry,
+    Manifest,
+    encode_current,
+    encode_manifest,
+    read_manifest,
+)
 from checkpoint_store.lock import Attempt, ReadersLock, WriterLock, refuse_network_file_system
 from checkpoint_store.objects import Counters, ObjectRef, Payload, map_verified, verify_objects, write_object
 from checkpoint_store.published import Generation, Pinned
@@ -70,6 +78,8 @@ class CheckpointStore:
         self.spare_because: str | None = None
         # What lay here when this store went on from the spare: the lost CURRENT may have named it.
         self._found_with_spare: frozenset[str] = frozenset()
+        # Whether the last sweep looked through the root and left nothing: later garbage is what falls off the list.
+        self._is_swept = False
         self._root = self._open_root(allow_network_filesystem)
         try:
             if mode == "write":
@@ -356,14 +366,14 @@ class CheckpointStore:
                 raw_current = encode_current(Current(self._root_id, attempt.name, entries))
                 self._make_current(attempt, entry, raw_manifest, raw_current)
             self.counters.metadata_bytes_written += len(raw_manifest) + len(raw_current)
+            dropped = {old: self._manifests.get(old) for old in self._entries if old not in entries}
             self._entries, self._raw_current, self.spare_because = entries, raw_current, None
             self._manifests = {kept: found for kept, found in self._manifests.items() if kept in entries}
             self._manifests[entry] = manifest
             self._verified.add(entry)
             self._latest = Generation(entry, self._load)
-            for ref in manifest.objects:
-                self._staged.pop(ref.sha256, None)
-            self._sweep_after_publish()
+            self._staged = {sha256: size for sha256, size in self._staged.items() if sha256 not in manifest.sizes}
+            self._sweep_after_publish(dropped)
             return self._latest
 
     def _make_current(self, attempt: Attempt, entry: Entry, raw_manifest: bytes, raw_current: bytes) -> None:
@@ -386,11 +396,9 @@ class CheckpointStore:
     def _check_nameable(self, objects: Sequence[ObjectRef]) -> None:
         if self._entries and self._latest is None:
             raise CheckpointError(f"`{self.path}` has published generations: pin one before publishing another")
-        known = dict(self._staged)
-        if self._latest is not None:
-            known.update((ref.sha256, ref.size) for ref in self._latest.objects)
-        strangers = [f"{ref.role} {ref.key}" for ref in objects if known.get(ref.sha256) != ref.size]
-        if strangers:
+        known = self._staged if self._latest is None else self._latest.manifest.sizes | self._staged
+        if not set(map(DIGEST_AND_SIZE, objects)) <= known.items():
+            strangers = [f"{ref.role} {ref.key}" for ref in objects if known.get(ref.sha256) != ref.size]
             raise CheckpointError(
                 f"cannot publish objects that are neither staged nor in the previous generation: {', '.join(strangers)}"
             )
@@ -407,27 +415,44 @@ class CheckpointStore:
 
     # Garbage ---------------------------------------------------------------------------------------------------------
 
-    def _sweep_after_publish(self) -> None:
+    def _sweep_after_publish(self, dropped: dict[Entry, Manifest | None]) -> None:
+        """Remove what the `dropped` generations alone named; look through the root only where that may not be all."""
         try:
-            report = self.sweep()
+            manifests = [manifest for manifest in dropped.values() if manifest is not None]
+            if self._is_swept and len(manifests) == len(dropped):
+                report = self._sweep_dropped({entry.manifest for entry in dropped}, manifests)
+            else:
+                report = self.sweep()
         except (CheckpointError, OSError) as error:
             logger.warning("the generation is published, but its sweep failed: %s", error)
             return
         if report.deferred:
             logger.info("sweep of `%s` deferred: %s", self.path, report.deferred)
 
+    def _sweep_dropped(self, names: set[str], manifests: Sequence[Manifest]) -> SweepReport:
+        garbage = {sha256 for manifest in manifests for sha256 in manifest.sizes}
+        for kept in (*(self._load(entry).sizes for entry in self._entries), self._staged, self._found_with_spare):
+            garbage.difference_update(kept)
+        self._is_swept = False
+        report = collect_named(self._root, names - self._found_with_spare, garbage)
+        self._is_swept = report.deferred is None
+        return report
+
     def sweep(self) -> SweepReport:
         """Remove what no retained generation needs; a report that says `deferred` removed nothing."""
         self._check_writable()
         with self._guard:
+            self._is_swept = False
             if self.spare_because is not None:
                 return SweepReport(deferred=f"CURRENT is lost until the next publish ({self.spare_because})")
             keep_objects = self._staged.keys() | self._found_with_spare
             for entry in self._entries:
                 try:
-                    keep_objects.update(ref.sha256 for ref in self._load(entry).objects)
+                    keep_objects |= self._load(entry).sizes.keys()
                 except CheckpointDamaged as error:
                     return SweepReport(deferred=f"a retained generation cannot be verified ({error})")
             own = self._attempt.name if self._attempt else None
             keep_manifests = {entry.manifest for entry in self._entries} | self._found_with_spare
-            return collect(self._root, keep_objects, keep_manifests, own)
+            report = collect(self._root, keep_objects, keep_manifests, own)
+            self._is_swept = report.deferred is None
+            return report

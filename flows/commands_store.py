@@ -93,6 +93,10 @@ def _status(arguments: argparse.Namespace) -> int:
             told += str(generation["created_utc"])
         lines.append(told + (f"  DAMAGED: {problem}" if problem else ""))
     lines.append(f"published {_counted(found['referenced'])}; on disk {_counted(found['stored'])}")
+    if (writer := found["last_writer"]) is not None:
+        run = f", flow run {writer['run_id']}" if writer.get("run_id") else ""
+        told = f"process {writer.get('pid')} on host {writer.get('host')}, started {writer.get('started_utc')}{run}"
+        lines.append(f"last writer: {told}; it may have ended")
     if found["spare_pointer_in_use"]:
         lines.append(f"CURRENT can't be used, CURRENT.prev is: {found['spare_pointer_in_use']}")
     if found["attempts"] or found["quarantined"]:
@@ -100,7 +104,8 @@ def _status(arguments: argparse.Namespace) -> int:
     for area, value in (found["identity"] or {}).items():
         lines.append(f"  {area}: {_short(value)}")
     _print(arguments, found, lines)
-    return 0
+    is_damaged = found["spare_pointer_in_use"] or any(generation["problem"] for generation in found["generations"])
+    return CheckpointDamaged.exit_code if is_damaged else 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -206,7 +211,7 @@ def _import_root(arguments: argparse.Namespace) -> int:
 def _copied(arguments: argparse.Namespace, target: str, report: transfer.TransferReport) -> int:
     what = f"{len(report.generations)} generations, {report.objects} objects, {_megabytes(report.bytes)}, verified"
     _print(arguments, report.as_json(), [f"{target}: {what}", *(f"  left out: {reason}" for reason in report.left_out)])
-    return 0
+    return CheckpointDamaged.exit_code if report.left_out else 0  # the copy is whole, what it was made of is not
 
 
 def _megabytes(count: int) -> str:

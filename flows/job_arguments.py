@@ -71,6 +71,7 @@ SHOWN_IN_HELP = {
     "offload_directory": "DIR",
     "devices": "LIST",
     "memory_limit": "SIZE",
+    "hidden_states_limit": "SIZE",
     "dynamic": "RULES",
 }
 SHOWN_FOR_TYPE: dict[Callable[[str], Any], str] = {int: "N", float: "X"}
@@ -139,7 +140,7 @@ def _options() -> Iterator[_Option]:
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
             yield _Option(section, name, field)
-    for name in ("devices", "memory_limit", "offload_directory", "seed"):
+    for name in ("devices", "memory_limit", "hidden_states_limit", "offload_directory", "seed"):
         yield _Option("", name, QuantizationJob.model_fields[name])
 
 

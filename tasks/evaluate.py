@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from tasks.models import fp8_weights
 from tasks.models.layer_names import is_for_further_tokens
 from tasks.models.source import INDEX_FILE, SINGLE_FILE
 from tasks.output_directory import GGUF_FILE
@@ -67,7 +68,8 @@ def _from_tensors(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     tensors = _tensors(path)
     if quantization is not None:
         del config.quantization_config
-        tensors = _dense(path, tensors, quantization)
+        fp8 = fp8_weights.layout_of(quantization)
+        tensors = _widened(path, tensors, fp8) if fp8 is not None else _dense(path, tensors, quantization)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_for_further_tokens(name, config)}
     model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None,
@@ -174,6 +176,20 @@ def _tensors(path: Path) -> dict[str, Tensor]:
                 f"`{path / shard}`, which the index names, can't be read ({error}); make the export again"
             ) from error
     return tensors
+
+
+def _widened(path: Path, tensors: dict[str, Tensor], layout: fp8_weights.FP8Layout) -> dict[str, Tensor]:
+    """FP8 weights in float32, not rounded to the model's dtype; of a source as of an export."""
+    plain = {name: tensor for name, tensor in tensors.items() if not layout.is_scale(name)}
+    for name, tensor in plain.items():
+        if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            scales = tensors.get(scale := layout.scale_of(name))
+            block = None if scales is None else layout.block_of(tuple(tensor.shape), tuple(scales.shape))
+            if scales is None or block is None:
+                what = "lacks" if scales is None else "has in another shape than its config says"
+                raise ValueError(f"`{path}` {what} `{scale}`, without which `{name}` can't be read")
+            plain[name] = fp8_weights.dequantize(tensor, scales, block, torch.float32)
+    return plain
 
 
 def _dense(path: Path, tensors: dict[str, Tensor], quantization: dict[str, Any]) -> dict[str, Tensor]:

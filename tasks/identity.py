@@ -69,7 +69,7 @@ def build(
     on_cpu = pool.devices[0].type == "cpu"
     areas = {
         "source": {
-            "config": source.config,
+            "config": source.stored_config,
             "shards": hashed_shards(source),
             **_summed_up(scheme_of(job.quantization, source).written_beside_weights()),
         },

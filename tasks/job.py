@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from checkpoint_store.config import CheckpointConfig
 from tasks import module_rules
@@ -531,6 +531,12 @@ class QuantizationJob(_Frozen):
         description="Memory that each device, or the host where it computes, may use (`24GB`, `16GiB`, or bytes); all "
         "that it has, unless given. Fewer experts are quantized side by side then, with the same result.",
     )
+    hidden_states_limit: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Memory that the calibration samples may take while they pass through a layer (`8GB`, or 0). Beyond it "
+        "their hidden states lie in the checkpoint's directory and enter a layer one batch at a time, which takes longer, "
+        "with the same result. Without it: beyond what is left of the memory limit, or of the memory that there is.",
+    )
     offload_directory: PathText | None = Field(
         None, description="Scratch that `checkpoint.path=auto` may use as its root."
     )
@@ -547,15 +553,15 @@ class QuantizationJob(_Frozen):
     def _gptq_unless_named(cls, quantization: Any) -> Any:
         return {"method": "gptq", **quantization} if isinstance(quantization, dict) else quantization
 
-    @field_validator("memory_limit", mode="before")
+    @field_validator("memory_limit", "hidden_states_limit", mode="before")
     @classmethod
-    def _bytes_of_text(cls, limit: Any) -> Any:
+    def _bytes_of_text(cls, limit: Any, info: ValidationInfo) -> Any:
         """`24GB` as people write it is 24000000000."""
         if not isinstance(limit, str) or limit.isdecimal():
             return limit
         match = MEMORY_SIZE.fullmatch(limit.strip())
         if match is None:
-            raise ValueError(f"memory_limit {limit!r} is no size; write `24GB`, `16GiB`, or bytes")
+            raise ValueError(f"{info.field_name} {limit!r} is no size; write `24GB`, `16GiB`, or bytes")
         binary = 1024 if match["binary"] else 1000
         return int(float(match["number"]) * binary ** ("KMGT".index(match["unit"].upper()) + 1))
 

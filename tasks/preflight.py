@@ -1,15 +1,13 @@
 """Preflight: everything that can be known to go wrong, from config.json, headers and the file system, in one list.
 
-Nothing is written, no tensor is read, and Prefect is not asked. What passes comes back as a `Plan`.
+Nothing is written, no tensor is read but the scales of an FP8 source, and Prefect is not asked. What passes comes back as a `Plan`.
 """
 
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 from tasks import adapters, ruled_modules
@@ -18,6 +16,7 @@ from tasks.calibration_sources import file_of
 from tasks.devices import DevicePool
 from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
+from tasks.memory_estimate import MemoryEstimate
 from tasks.models.decoder import SUPPORTED, Decoder, is_supported
 from tasks.models.layer_names import ROUTERS
 from tasks.models.source import SourceError, SourceModel
@@ -37,7 +36,6 @@ from tasks.schemes import Scheme, decoder_of, needs_activations, scheme_of
 # What a run writes about each module: its part of a record, of manifests, of the report.
 RECORD_BYTES_PER_MODULE = 1000
 REPORT_BYTES_PER_MODULE = 300
-FINITE_CHECK_BYTES = 8 << 20  # beside a tensor that is looked at for NaN
 EXPERT_NUMBER = re.compile(r"(?<=experts)\.\d+\.")
 LAYER_WEIGHT = re.compile(r"(?:.+\.)?layers\.\d+\.(.+)\.weight")
 
@@ -62,7 +60,7 @@ def check(job: QuantizationJob) -> Plan:
     plan = findings.plan()
     if plan is not None:
         findings.problems += space_problems(plan.spaces)
-        findings.problems += _memory_problems(plan.memory, plan.devices)
+        findings.problems += _memory_problems(plan.memory, plan.devices, job.memory_limit)
     if plan is None or findings.problems:
         raise PreflightError(findings.problems)
     return plan
@@ -90,6 +88,7 @@ class _Findings:
     def look_at_source(self) -> None:
         try:
             self.source = SourceModel.open(self.job.model)
+            self.problems += [f"source `{self.job.model}`: {problem}" for problem in self.source.scale_problems()]
             self.decoder = decoder_of(self.job.quantization, self.source)
         except SourceError as error:
             self.problems += [f"source `{self.job.model}`: {problem}" for problem in error.problems]
@@ -184,15 +183,14 @@ class _Findings:
             modules = tuple(self._modules(self.source, self.decoder, scheme))
         except ValueError:  # a shape that the layout can't hold, which is in `problems`
             return None
-        tensors = self.source.tensors
         of_steps = {name for i in range(self.decoder.step_count) for name in self.decoder.layer_tensor_names(i)}
         outer_names = tuple(
             name
             for name in (*self.decoder.outer_tensor_names, *self.decoder.carried_tensor_names)
             if name not in of_steps
         )
-        outer = sum(tensors[name].size_bytes for name in outer_names)
-        in_layers = sum(tensors[name].size_bytes for name in of_steps)
+        outer = sum(self.source.stored_bytes(name) for name in outer_names)
+        in_layers = sum(self.source.stored_bytes(name) for name in of_steps)
         carried = in_layers - sum(kind.bytes_before for kind in modules)
         samples, tokens = self._calibration_bound()
         continuation = tokens * self.decoder.config.hidden_size * self.decoder.source_dtype.itemsize
@@ -201,6 +199,8 @@ class _Findings:
         outer_after = scheme.other_bytes(outer_names)
         adapter = self._adapter_bytes(self.decoder)
         layers_after = sum(kind.bytes_after for kind in modules) + carried_after + adapter
+        estimate = MemoryEstimate(self.job, self.decoder, scheme, self.pool, tokens, self._batch_bound(tokens))
+        spills = estimate.spills
         try:
             written = scheme.written_bytes(layers_after, outer_after)
         except ValueError:  # no tokenizer that the file could hold, which is in `problems`
@@ -222,8 +222,10 @@ class _Findings:
             calibration_samples=samples,
             calibration_tokens=tokens,
             continuation_bytes=continuation,
-            spaces=tuple(self._spaces(self.root, layers_after, written, continuation)),
-            memory=self._memory(self.decoder, scheme, self.pool, tokens),
+            samples_bytes=estimate.samples_bytes if estimate.is_chain else 0,
+            spills=spills,
+            spaces=tuple(self._spaces(self.root, layers_after, written, continuation, spills)),
+            memory=estimate.memory(spills=spills),
             notes=tuple(self._notes(self.source, self.decoder, scheme)),
         )
 
@@ -233,7 +235,7 @@ class _Findings:
             before = after = 0
             for full in kind.modules:
                 bias = source.tensors.get(f"{full}.bias")
-                before += source.tensors[f"{full}.weight"].size_bytes + (bias.size_bytes if bias is not None else 0)
+                before += source.stored_bytes(f"{full}.weight") + (bias.size_bytes if bias is not None else 0)
                 after += scheme.of(full).module_bytes(full)
             yield ModuleKind(kind.name, kind.out_features, kind.in_features, len(kind.modules), before, after)
 
@@ -263,70 +265,30 @@ class _Findings:
                 return samples, min(samples * length, 2 * path.stat().st_size + length)
         return samples, samples * length
 
-    def _spaces(self, root: Path, layers: int, written: int, continuation: int) -> Iterator[DiskSpace]:
+    def _batch_bound(self, tokens: int) -> int:
+        """Tokens of one batch, padding included, at most."""
+        config = self.calibration
+        return 0 if config is None else min(tokens, config.batch_size * (config.concat_size or config.sequence_length))
+
+    def _spaces(self, root: Path, layers: int, written: int, continuation: int, spills: bool) -> Iterator[DiskSpace]:
         assert self.decoder is not None
         modules = sum(len(kind.modules) for kind in self.decoder.linear_kinds)
         # One generation more than is kept lies there while the newest is published; layers are shared by all.
-        generations = self.job.checkpoint.keep_last + 1
+        # Spilled hidden states, those that enter a layer and those that leave it, are as large again.
+        generations = self.job.checkpoint.keep_last + (3 if spills else 1)
         needed = layers + generations * continuation + modules * RECORD_BYTES_PER_MODULE
         yield space_at("checkpoint", root, needed, bytes_of_objects(root))
         is_finished = os.path.isfile(self.output / REPORT_FILE)
         needed = 0 if is_finished else written + modules * REPORT_BYTES_PER_MODULE
         yield space_at("output", self.output, needed, 0)
 
-    def _memory(self, decoder: Decoder, scheme: Scheme, pool: DevicePool, tokens: int) -> Memory:
-        """Everything that is alive at once in a layer's widest stage, or while what lies outside the layers is exported."""
-        device = pool.devices[0]
-        tensors = decoder.source.tensors
-        is_chain = self.calibration is not None
-        itemsize = decoder.compute_dtype(device.torch_device).itemsize if is_chain else decoder.source_dtype.itemsize
-        layer = max(
-            sum(prod(tensors[name].shape) for name in decoder.layer_tensor_names(i)) * itemsize
-            for i in range(decoder.step_count)
-        )
-        kinds = decoder.layers_of_each_arrangement
-        widths = [[decoder.linear_shapes(i)[subset[0]][1] for subset in decoder.subsets(i)] for i in kinds]
-        widest = max(max(width, default=0) for width in widths)
-        statistics = max((scheme.statistics_bytes(width) for width in widths if width), default=0)
-        if self.job.adapter is not None:
-            statistics += adapters.root_bytes(widest)
-        hidden_size = decoder.config.hidden_size
-        # The residual and the input of the last linear of every batch, in the dtype that is computed in.
-        activations = tokens * (hidden_size + widest) * itemsize
-        between_layers = 2 * tokens * hidden_size * decoder.source_dtype.itemsize
-        slots = len(pool.devices)
-        # Whole modules: read in the source's dtype, the largest ones at the same time on as many devices.
-        shapes = [shape for i in kinds for shape in decoder.linear_shapes(i).values()]
-        quantizing = sorted(
-            (n * k * decoder.source_dtype.itemsize + scheme.working_bytes(n, k) for n, k in shapes), reverse=True
-        )
-        if scheme.quantizes_units or not quantizing:
-            quantizing = [0]
-        loaded = layer if is_chain else 0
-        least = loaded + statistics + quantizing[0]
-        on_device = least + activations // slots
-        # Codes of the whole layer, a byte each, and what they are packed into.
-        host = 2 * max(sum(n * k for n, k in decoder.linear_shapes(i).values()) for i in kinds) + between_layers
-        if device.type == "cpu":
-            host += slots * loaded + statistics + activations + sum(quantizing[:slots])
-        outer = decoder.outer_tensor_names
-        largest = max(tensors[name].size_bytes for name in outer)
-        host = max(host, largest + FINITE_CHECK_BYTES, scheme.outer_peak_bytes(outer))
-        if is_chain:  # before the first layer the embedding is loaded, and nothing else but what it makes
-            host = max(host, largest + between_layers)
-        limit = self.job.memory_limit or sys.maxsize
-        host_total = DevicePool.resolve(("cpu",)).devices[0].memory_bytes
-        return Memory(
-            layer_bytes=layer,
-            statistics_bytes=statistics,
-            least_bytes=least,
-            device_peak_bytes=on_device,
-            device_total_bytes=min(limit, *(slot.memory_bytes for slot in pool.devices)),
-            host_peak_bytes=host,
-            host_total_bytes=min(limit, host_total) if device.type == "cpu" else host_total,
-        )
-
     def _notes(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[str]:
+        if source.layout is not None:
+            yield (
+                f"the source is FP8 (`{source.layout.method}`, {len(source.scaled)} weights): they are widened to "
+                f"{str(decoder.source_dtype).removeprefix('torch.')} as they are read, and what is left unquantized is "
+                f"exported so"
+            )
         own = {scheme.of(kind.modules[0]): None for kind in decoder.linear_kinds}
         yield from dict.fromkeys(note for part in own for note in part.notes())
         yield from ruled_modules.notes(self.job.quantization, decoder)
@@ -353,11 +315,14 @@ def _family_problems(model: str) -> list[str]:
     return [f"source `{model}`: its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}"]
 
 
-def _memory_problems(memory: Memory, devices: tuple[str, ...]) -> Iterator[str]:
+def _memory_problems(memory: Memory, devices: tuple[str, ...], limit: int | None) -> Iterator[str]:
     """Only what is sure to fail: what a device holds at once whatever the calibration."""
     if memory.least_bytes > memory.device_total_bytes:
         held = "the largest layer and its statistics need" if memory.statistics_bytes else "the largest module needs"
-        yield (
-            f"{held} {size(memory.least_bytes)} of memory, {devices[0]} has {size(memory.device_total_bytes)}; use a "
-            f"device with more memory, or raise memory_limit"
-        )
+        total = size(memory.device_total_bytes)
+        if limit is not None and memory.device_total_bytes == limit:
+            yield f"{held} {size(memory.least_bytes)} of memory, memory_limit leaves {total}; raise it"
+        else:
+            yield (
+                f"{held} {size(memory.least_bytes)} of memory, {devices[0]} has {total}; use a device with more memory"
+            )

@@ -11,8 +11,8 @@ The shards of a layer run side by side, one thread each for the whole layer (a p
 meet at barriers. One that fails breaks the barrier, so that no sibling waits for ever; the first real error is the one told.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from tasks import running
 from tasks.adapters import LayerAdapter
 from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.expert_groups import cost, group_size, quantize_subset
+from tasks.hidden_states import loaded
 from tasks.layer_work import LayerWork, lane_batches, rows_of, shares, weight_of
 from tasks.methods.gptq import HessianError
 from tasks.methods.grid import WeightError
+from tasks.methods.hessian import spans
 from tasks.models.experts import group_experts
 from tasks.models.staged import StagedForward
 from tasks.schemes import Prepared, Scheme, Statistic
@@ -73,12 +75,17 @@ class Shard:
         group_experts(module, size or 1)  # experts that are left as they are run one by one
         stages = decoder.stages(self.work.layer, size)
         in_order = [subset for stage in stages for subset in stage]
-        with StagedForward(module, in_order, self._calls(), stages) as staged:
+        past: list[tuple[str, ...]] = []
+        rewinds = self._rewinds
+        with StagedForward(module, in_order, self._calls(), stages, rewinds=rewinds) as staged:
             for stage in stages:
                 for subset in stage:
                     self._sum_up(staged, subset)
                     # Subset by subset: no more lanes than one subset's wait for others.
                     self.work.meet()
+                if not rewinds:
+                    past = self._let_go(module, past, stage[0])
+                past += stage
                 if len(stage) > 1:
                     self._quantize_group(module, stage)
                     continue
@@ -105,18 +112,40 @@ class Shard:
         with StagedForward(module, (), self._calls()) as staged:
             self._hand_on(staged)
 
-    def _calls(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
+    def _let_go(self, module: nn.Module, past: list[tuple[str, ...]], subset: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """Drop the weights that all calls are past, who wait at `subset`: the last statistic is the largest, and needs the
+        room. Those of the same input are yet to be run; they are returned.
+        """
+        if not past:
+            return []
+        by_input = self.run.decoder.linears_by_input(self.work.layer)
+        same_input = next((names for names in by_input if subset[0] in names), ())
+        kept = [other for other in past if other[0] in same_input]
+        for name in (name for other in past if other not in kept for name in other):
+            weight = weight_of(module, name)
+            weight.data = weight.new_empty(0)
+        return kept
+
+    def _calls(self) -> Iterable[tuple[Tensor, dict[str, object]]]:
         """One by one: a batch's mask and rotary tables live no longer than its forward needs them."""
-        return (self._call(batch) for _, batch in self.batches)
+        return _Calls(self)
+
+    @property
+    def _rewinds(self) -> bool:
+        """Whether batches pass through the layer one at a time, where all together would not fit.
+
+        Not through experts: each has a statistic of its own, and would ask for a pass of its own.
+        """
+        return self.run.spills and not self.run.decoder.experts(self.work.layer)
 
     def _hand_on(self, staged: StagedForward) -> None:
         """Run this device's batches to their end, for the next layer."""
-        for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
-            self.work.outputs[batch] = self._rounded(hidden)
+        for (_, batch), hidden in zip(self.batches, staged.outputs(), strict=True):
+            self.work.outputs[batch] = self.run.held(self._rounded(hidden))
 
     def _call(self, batch: int) -> tuple[Tensor, dict[str, object]]:
         """A batch's hidden states on this device and the other arguments of the layer."""
-        source = self.run.hidden[batch]
+        source = loaded(self.run.hidden[batch])
         hidden = source.to(self.device)
         if self.run.hidden_is_restored and not torch.equal(_bits(hidden.cpu()), _bits(source)):
             raise RuntimeError(
@@ -274,7 +303,16 @@ class Shard:
     def _put_quantized(self, module: nn.Module, subset: tuple[str, ...]) -> None:
         quantized: dict[str, Any] = self.work.quantized
         for name in subset:
-            weight_of(module, name).data.copy_(quantized[name].dequantize())
+            weight, rows = weight_of(module, name), quantized[name]
+            if not weight.numel():  # it was let go
+                weight.data = weight.new_empty(self.shapes[name])
+            weight_NK = weight.data
+            if not self.run.scheme.quantizes_units:
+                weight_NK.copy_(rows.dequantize())
+                continue
+            # The whole in float32 would be several times the weight.
+            for start, stop in spans(0, len(weight_NK), UNIT_ROWS):
+                weight_NK[start:stop] = rows.rows(start, stop).dequantize()
 
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""
@@ -286,6 +324,16 @@ class Shard:
 
     def _full(self, name: str) -> str:
         return self.run.decoder.full_name(self.work.layer, name)
+
+
+@dataclass
+class _Calls:
+    """The batches of a shard, each made ready as it is asked for; may be gone through again."""
+
+    shard: Shard
+
+    def __iter__(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
+        return (self.shard._call(batch) for _, batch in self.shard.batches)
 
 
 def _bits(tensor: Tensor) -> Tensor:

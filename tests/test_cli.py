@@ -154,7 +154,9 @@ def test_status_verify_and_sweep_tell_what_a_root_holds(finished: Path, tell: Te
     root = finished / "root"
     status = json.loads(tell("status", root, "--json").out)
     assert (status["cursor"], status["layer_count"]) == (LAYERS, LAYERS)
-    assert f"{LAYERS} of {LAYERS} layers finished" in tell("status", root).out
+    told = tell("status", root).out
+    assert f"{LAYERS} of {LAYERS} layers finished" in told
+    assert f"last writer: process {status['last_writer']['pid']} on host " in told and "flow run " in told
     whole = tell("verify", root, "--json")
     assert (whole.code, json.loads(whole.out)["is_whole"]) == (0, True)
     assert "whole" in tell("verify", root, "--rate", 1000).out
@@ -176,6 +178,18 @@ def test_a_flipped_byte_is_found_with_78_and_set_aside_on_request(finished: Path
     assert tell("verify", root, "--quarantine").code == 78
     assert not victim.exists()
     assert any((root / "quarantine").iterdir())
+
+
+def test_status_and_a_copy_that_leaves_a_damaged_generation_out_end_with_78(finished: Path, tell: Tell) -> None:
+    root = finished / "root"
+    assert tell("status", root).code == 0
+    newest = max((root / "generations").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-1])
+    looked = tell("status", root)
+    assert (looked.code, looked.out.count("DAMAGED")) == (78, 1)
+    copied = tell("export-root", root, finished / "copy")
+    assert (copied.code, copied.out.count("left out: generation")) == (78, 1)
+    assert tell("verify", finished / "copy").code == 0
 
 
 def test_a_copied_root_is_whole_and_a_lost_current_is_recovered_by_name(

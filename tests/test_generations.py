@@ -2,18 +2,19 @@
 
 import hashlib
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint_store.canonical import canonical
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, UnknownFormat
 from checkpoint_store.generations import (
     CURRENT_LIMIT_BYTES,
     Current,
     Entry,
     Manifest,
-    canonical,
     decode_current,
     decode_format,
     decode_manifest,
@@ -118,14 +119,14 @@ def test_no_bytes_make_the_parsers_fail_with_anything_but_a_named_error(raw):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"objects": [{**vars(LAYER), "sha256": "../" + "a" * 61}]}, "not a name of this format"),
-        ({"objects": [{**vars(LAYER), "sha256": "A" * 64}]}, "not a name of this format"),
-        ({"objects": [{**vars(LAYER), "sha256": "a" * 64 + "\n"}]}, "not a name of this format"),
-        ({"objects": [{**vars(LAYER), "role": "Layer/.."}]}, "not a name of this format"),
-        ({"objects": [{**vars(LAYER), "size": -1}]}, "not a size"),
-        ({"objects": [{**vars(LAYER), "size": 2**80}]}, "not a size"),
-        ({"objects": [{**vars(LAYER), "size": True}]}, "not a size"),
-        ({"objects": [vars(LAYER), vars(LAYER)]}, "names one object twice"),
+        ({"objects": [{**asdict(LAYER), "sha256": "../" + "a" * 61}]}, "not a name of this format"),
+        ({"objects": [{**asdict(LAYER), "sha256": "A" * 64}]}, "not a name of this format"),
+        ({"objects": [{**asdict(LAYER), "sha256": "a" * 64 + "\n"}]}, "not a name of this format"),
+        ({"objects": [{**asdict(LAYER), "role": "Layer/.."}]}, "not a name of this format"),
+        ({"objects": [{**asdict(LAYER), "size": -1}]}, "not a size"),
+        ({"objects": [{**asdict(LAYER), "size": 2**80}]}, "not a size"),
+        ({"objects": [{**asdict(LAYER), "size": True}]}, "not a size"),
+        ({"objects": [asdict(LAYER), asdict(LAYER)]}, "names one object twice"),
         ({"objects": {}}, "wrong type"),
         ({"objects": [3]}, "wrong type"),
         ({"cursor": 3}, "3 of 2 layers"),
@@ -154,7 +155,7 @@ def test_a_path_in_current_is_damage():
     raw = encode_current(Current(ROOT_ID, "w", (entry,)))
     for name in ("../../etc/passwd", f"{entry.manifest}/..", "00000004" + entry.manifest[8:]):
         with pytest.raises(CheckpointDamaged):
-            decode_current(resealed(raw, generations=[{**vars(entry), "manifest": name}]), "CURRENT")
+            decode_current(resealed(raw, generations=[{**asdict(entry), "manifest": name}]), "CURRENT")
 
 
 def test_generations_that_are_not_listed_newest_first_are_damage():

@@ -133,6 +133,7 @@ DOES_NOT_MATTER: dict[str, Any] = {
     "checkpoint.allow_network_filesystem": True,
     "offload_directory": "elsewhere",
     "memory_limit": "24GB",
+    "hidden_states_limit": "1GB",
     "telemetry.device": True,
 }
 

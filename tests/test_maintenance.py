@@ -172,6 +172,15 @@ def test_sweep_removes_orphans_and_makes_no_root(root, tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
+def test_a_sweep_leaves_what_has_a_name_of_ours_and_is_no_file_and_removes_the_rest(root, caplog):
+    (root / "objects" / ("0" * 64)).mkdir()
+    (root / "objects" / ("1" * 64)).symlink_to(root / "FORMAT")
+    (root / "objects" / ("2" * 64)).write_bytes(b"orphan")
+    assert sweep(root).objects == 1
+    assert caplog.text.count("is no regular file") == 2
+    assert (root / "objects" / ("1" * 64)).is_symlink() and verify(root).is_whole
+
+
 @pytest.mark.parametrize("tool", [verify, sweep, lambda path: verify(path, quarantine=True)])
 def test_a_directory_that_is_no_root_is_neither_called_whole_nor_made_one(tmp_path, tool):
     (tmp_path / "model.safetensors").write_bytes(b"somebody's model")

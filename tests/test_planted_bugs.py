@@ -159,6 +159,10 @@ def collect_all_but_the_newest(root: Root, keep_objects: set[str], keep_manifest
     return garbage.collect(root, keep_objects, set(sorted(keep_manifests)[-1:]), own)
 
 
+def collect_what_is_listed_too(root: Root, manifests: set[str], objects: set[str]) -> Any:
+    return garbage.collect_named(root, manifests | set(sorted(root.names(GENERATIONS))[:-1]), objects)
+
+
 def in_a_session(door: type[RecordingDisk]) -> None:
     in_one_session(Explorer(with_records=False, door=door), 4)
 
@@ -230,7 +234,15 @@ BUGS = [
     Bug("files are unlinked before they are replaced", instead={f"{ROOT}.replace": unlink_before_replacing}),
     Bug("the spare pointer is durable only with CURRENT", SpareNotSynced),
     Bug("the spare pointer stays behind", instead={f"{ROOT}.turn_spare": lambda self, attempt: None}),
-    Bug("a sweep keeps the newest generation only", instead={f"{STORE}.collect": collect_all_but_the_newest}),
+    Bug(
+        "a sweep keeps the newest generation only",
+        instead={f"{STORE}.collect": collect_all_but_the_newest},
+        shows=after_a_kill,
+    ),
+    Bug(
+        "a listed generation goes with one that fell off the list",
+        instead={f"{STORE}.collect_named": collect_what_is_listed_too},
+    ),
 ]
 
 

@@ -460,6 +460,56 @@ def test_a_sweep_keeps_what_is_staged_and_removes_what_a_dead_run_left(root):
     assert contents(root) == expected(3)
 
 
+def files(root: Path) -> set[str]:
+    return {path.name for below in ("objects", "generations") for path in (root / below).iterdir()}
+
+
+def retained(root: Path) -> set[str]:
+    with CheckpointStore.open(root, mode="read") as store:
+        listed = store.generations()
+        return {found.entry.manifest for found in listed} | {ref.sha256 for found in listed for ref in found.objects}
+
+
+def test_only_the_first_sweep_of_a_writer_looks_through_the_root_and_later_ones_remove_what_fell_off_the_list(root):
+    disk = FaultyDisk()
+    with CheckpointStore.open(root, disk=disk) as store:
+        publish_layers(store, 3, 4)
+        assert "list_directory" in disk.calls
+        disk.calls.clear()
+        publish_layers(store, 4, 9)
+        assert "list_directory" not in disk.calls
+        assert files(root) == retained(root)
+
+
+def test_what_fell_off_the_list_stays_while_it_is_staged_anew(root):
+    with CheckpointStore.open(root) as store:
+        publish_layers(store, 3, 4)
+        again = store.stage(
+            "continuation", "hidden.00000", BytesPayload(b"hidden 2")
+        )  # that of the generation to be dropped
+        publish_layers(store, 4, 5)
+        assert store.path_of(again).exists()
+        pinned = store.pin(accept)
+        assert pinned is not None
+        store.publish(IDENTITY, 5, 300, [again])
+        assert bytes(store.view(again)) == b"hidden 2"
+
+
+def test_after_a_sweep_that_failed_or_met_a_reader_the_next_one_looks_through_the_root_again(root, caplog):
+    with CheckpointStore.open(root) as store:
+        publish_layers(store, 3, 4)
+        with CheckpointStore.open(root, mode="read"):
+            publish_layers(store, 4, 6)
+            assert files(root) > retained(root)
+        publish_layers(store, 6, 7)
+        assert files(root) == retained(root)
+        object_of(root, 6, "hidden.00000").unlink()  # somebody else's doing
+        publish_layers(store, 7, 9)
+        assert "its sweep failed" in caplog.text
+        publish_layers(store, 9, 10)
+        assert files(root) == retained(root)
+
+
 def test_a_sweep_waits_for_readers(root):
     with CheckpointStore.open(root, mode="read") as reader, CheckpointStore.open(root) as store:
         publish_layers(store, 3, 6)

@@ -19,7 +19,8 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tasks.models.calls import HEAD, Call, Handed, HeadStep, StandIn, call_of_last, on_meta
+from tasks.models import fp8_weights
+from tasks.models.calls import HEAD, Arguments, Call, Handed, HeadStep, are_equal, calls_of_stand_ins, on_meta
 from tasks.models.experts import UnfusedExperts
 from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
 from tasks.models.layer_names import LayoutError, is_for_further_tokens, linears, names_in_files, unfuse
@@ -136,7 +137,7 @@ class Decoder:
         Without `grouping` all linears are quantized, and by one method; with `quantizes_head` the head is too, as one more
         step after the layers: methods that take a layer's number take that of the step, `layer_count`.
         Families that have no sdpa attention get transformers' eager one.
-        Raises SourceError when the family is not supported, the source is quantized already, or tensors are missing,
+        Raises SourceError when the family is not supported, the source is quantized in a way that can't be read, or tensors are missing,
         unexpected or of another shape; all in one list.
         """
         family = source.config.get("model_type")
@@ -144,12 +145,18 @@ class Decoder:
             raise SourceError(
                 source.path, [f"its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}"]
             )
-        if (described := source.config.get("quantization_config")) is not None:
+        if (described := fp8_weights.described(source.config)) is not None:
             method = described.get("quant_method") if isinstance(described, dict) else None
-            method = method or "unknown method"
-            raise SourceError(source.path, [f"it is quantized already ({method}); name the original model"])
+            problem = (
+                f"it is quantized already ({method or 'unknown method'}), which can't be read: of quantized sources only FP8 "
+                f"with scales per block, row or matrix can, as `fp8` or as `compressed-tensors`; name the original model, "
+                f"or load this one with transformers, dequantize it and save that"
+            )
+            raise SourceError(source.path, [problem])
         try:
             config = AutoConfig.from_pretrained(source.path)
+            if source.layout is not None and hasattr(config, "quantization_config"):
+                del config.quantization_config
             with init_empty_weights(include_buffers=True):
                 model = _built(config, attn_implementation)
         except Exception as error:  # config.json is the user's: whatever it makes transformers raise is told as such
@@ -492,9 +499,9 @@ class Decoder:
             embedding = copy.deepcopy(self._model.get_input_embeddings())
             embedding.load_state_dict({"weight": self.source.load([name])[name]}, assign=True)
             self._embedding = embedding.requires_grad_(False)
-        front = self._front_up_to(0)
+        front = self._copied_front()
         front.set_input_embeddings(self._embedding)
-        args, kwargs = call_of_last(front, input_ids=input_ids.cpu())
+        args, kwargs = self._calls(front, 1, input_ids=input_ids.cpu())[0]
         hidden_BTH: Tensor = args[0] if args else kwargs["hidden_states"]
         return hidden_BTH.to(self.source_dtype)
 
@@ -513,26 +520,39 @@ class Decoder:
         """
         if self.is_head(i):
             return {}
-        device = hidden_BTH.device
+        # All layers of a kind are called alike (`unlike_calls`), so that the last one costs no more than the first.
+        i, device = self.kinds[i], hidden_BTH.device
         if attention_mask_BT is not None:
             attention_mask_BT = attention_mask_BT.to(device)
         last = self._last_calls.get(device)
         call = Call(i, hidden_BTH.shape, hidden_BTH.dtype, attention_mask_BT, {})
         if last is None or not last.is_like(call):
-            args, kwargs = call_of_last(
-                self._front_up_to(i), inputs_embeds=hidden_BTH, attention_mask=attention_mask_BT
-            )
-            kwargs.update(zip(inspect.signature(self._layers[i].forward).parameters, args, strict=False))
-            kwargs.pop("hidden_states", None)
-            last = self._last_calls[device] = replace(call, arguments=kwargs)
+            front = self._copied_front()
+            calls = self._calls(front, i + 1, inputs_embeds=hidden_BTH, attention_mask=attention_mask_BT)
+            last = self._last_calls[device] = replace(call, arguments=self._by_keyword(i, calls[i]))
         return dict(last.arguments)
 
-    def _front_up_to(self, i: int) -> PreTrainedModel:
-        """The model's own forward, its layers replaced by stand-ins of which the last, number `i`, ends it."""
-        # The copy holds meta tensors and rotary tables, which some families change while they run.
-        front = copy.deepcopy(self._front, {id(self.config): self.config})
-        setattr(front, self._layers_attribute, nn.ModuleList(StandIn(self._layers[j], j == i) for j in range(i + 1)))
-        return front
+    def unlike_calls(self, hidden_BTH: Tensor, attention_mask_BT: Tensor) -> list[tuple[int, int]]:
+        """Layers that the model calls with other arguments than the first of their kind, each with that one: none."""
+        front = self._copied_front()
+        called = self._calls(front, self.layer_count, inputs_embeds=hidden_BTH, attention_mask=attention_mask_BT)
+        arguments = [self._by_keyword(i, call) for i, call in enumerate(called)]
+        return [(i, kind) for i, kind in enumerate(self.kinds) if not are_equal(arguments[i], arguments[kind])]
+
+    def _calls(self, front: PreTrainedModel, count: int, **inputs: Any) -> list[Arguments]:
+        """What the model's own forward calls its first `count` layers with."""
+        return calls_of_stand_ins(front, self._layers_attribute, self._layers[:count], **inputs)
+
+    def _by_keyword(self, i: int, call: Arguments) -> dict[str, Any]:
+        """The arguments of a call of layer `i` by name, without the hidden states."""
+        args, kwargs = call
+        named = {**kwargs, **dict(zip(inspect.signature(self._layers[i].forward).parameters, args, strict=False))}
+        named.pop("hidden_states", None)
+        return named
+
+    def _copied_front(self) -> PreTrainedModel:
+        """The model without its layers: meta tensors and rotary tables, which some families change while they run."""
+        return copy.deepcopy(self._front, {id(self.config): self.config})
 
 
 def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:

@@ -23,7 +23,7 @@ BITS_OF_DTYPE = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: `file` below the model directory, bytes `start` to `stop` of that file."""
+    """A tensor as its reader sees it, and where it lies: `file` below the model directory, bytes `start` to `stop`."""
 
     file: str
     dtype: str  # as safetensors spells it: BF16, F32, ...
@@ -33,7 +33,8 @@ class TensorInfo:
 
     @property
     def size_bytes(self) -> int:
-        return self.stop - self.start
+        """Bytes in this dtype and shape; what lies in the file may be narrower, and is widened as it is read."""
+        return prod(self.shape) * BITS_OF_DTYPE[self.dtype] // 8
 
 
 class HeaderError(ValueError):

@@ -2,7 +2,7 @@
 
 Opening reads `config.json`, the index and the shards' headers, and tells everything that is wrong in one list. Loading
 reads only the bytes of the named tensors, with plain reads: a mapping would keep the pages of every layer that has
-passed in the process's resident memory.
+passed in the process's resident memory. FP8 weights are widened as they are read, and nothing above sees their scales.
 """
 
 import json
@@ -10,13 +10,15 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tasks.models import fp8_weights
+from tasks.models.fp8_weights import FP8Layout, ScaledWeight
 from tasks.models.shard_header import HeaderError, TensorInfo, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -46,12 +48,19 @@ class SourceError(ValueError):
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A directory with `config.json` and safetensors shards that agree with each other."""
+    """A directory with `config.json` and safetensors shards that agree with each other.
+
+    `config` and `tensors` are those of the model with plain weights. Of a source in a known FP8 layout that is not all
+    that its files hold: `stored_config` is the whole of its config.json, `scaled` where its FP8 weights and scales lie.
+    """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     shards: tuple[str, ...]
+    stored_config: dict[str, Any]
+    layout: FP8Layout | None = None
+    scaled: dict[str, ScaledWeight] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str) -> "SourceModel":
@@ -64,9 +73,14 @@ class SourceModel:
         config = _read_json(path / "config.json", problems)
         shards, index = _shards(path, problems)
         tensors = _tensors(path, shards, index, problems)
+        layout, seen = fp8_weights.layout_of(fp8_weights.described(config)), config
+        scaled: dict[str, ScaledWeight] = {}
+        if layout is not None and not problems:
+            seen = fp8_weights.without_description(config)
+            tensors, scaled = fp8_weights.widened(tensors, layout, fp8_weights.widened_dtype(config), problems)
         if problems:
             raise SourceError(model, problems)
-        return cls(path, config, tensors, shards)
+        return cls(path, seen, tensors, shards, config, layout, scaled)
 
     def load(
         self, names: Iterable[str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
@@ -90,6 +104,8 @@ class SourceModel:
         one, two = self.tensors[name], self.tensors[other]
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             return False
+        if name in self.scaled or other in self.scaled:
+            return torch.equal(self._read(name, None), self._read(other, None))
         with open(self.path / one.file, "rb") as here, open(self.path / two.file, "rb") as there:
             here.seek(one.start)
             there.seek(two.start)
@@ -101,8 +117,29 @@ class SourceModel:
                 left -= len(piece)
         return True
 
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of one tensor in the files, with its scales where it has some."""
+        return self.scaled[name].size_bytes if name in self.scaled else self.tensors[name].size_bytes
+
+    def scale_problems(self) -> list[str]:
+        """A sentence for each FP8 weight whose scales are not all finite; reads the scales, which are few bytes."""
+        return [
+            f"`{self.layout.scale_of(name)}` holds {count} values that are NaN or infinite: the "
+            f"file is damaged, fetch it again"
+            for name, scaled in self.scaled.items()
+            if self.layout is not None
+            and (count := int((~self._bytes_of(name, scaled.scales, None).float().isfinite()).sum()))
+        ]
+
     def _read(self, name: str, rows: int | None) -> Tensor:
-        info = self.tensors[name]
+        scaled = self.scaled.get(name)
+        if scaled is None:
+            return self._bytes_of(name, self.tensors[name], rows)
+        values_NK, scales = self._bytes_of(name, scaled.values, rows), self._bytes_of(name, scaled.scales, None)
+        return fp8_weights.dequantize(values_NK, scales, scaled.block, TORCH_DTYPE[self.tensors[name].dtype])
+
+    def _bytes_of(self, name: str, info: TensorInfo, rows: int | None) -> Tensor:
+        """A tensor, or its first rows, as it lies in its file."""
         if info.dtype not in TORCH_DTYPE:
             raise SourceError(self.path, [f"`{name}` has the dtype {info.dtype}, which torch can't hold"])
         shape = info.shape if rows is None else (rows, *info.shape[1:])
