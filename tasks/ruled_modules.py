@@ -58,7 +58,8 @@ def notes(config: Quantization, decoder: Decoder) -> Iterator[str]:
         yield "transformers does not load a quantized head, and makes up another without an error; GPTQModel and vLLM do"
     if not isinstance(config, GPTQConfig | RTNConfig) or not config.dynamic:
         return
-    found = [own for _, module in _modules(decoder) if (own := ModuleConfigs(config).of(module)) is not None]
+    configs = ModuleConfigs(config)
+    found = [own for _, module in _modules(decoder) if (own := configs.of(module)) is not None]
     if len({_view(own) for own in found}) > 1:
         if config.checkpoint_format == "compressed-tensors" and not all(own.sym for own in found):
             yield "transformers loads no compressed-tensors file of several schemes with zero points among them; vLLM does"

@@ -85,6 +85,17 @@ def test_a_run_cut_short_in_a_layer_goes_on_to_the_head(model: Path, exports: di
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq at once"])
+def test_hidden_states_in_files_make_no_difference(
+    name: str, model: Path, exports: dict[str, Path], tmp_path: Path
+) -> None:
+    job = tiny_job(model, tmp_path, quantization=CONFIGS[name]).model_copy(update={"hidden_states_limit": 0})
+    with power_cut(LAYERS, 0), pytest.raises(PowerCut):
+        quantize_model(job)
+    quantize_model(job)
+    assert contents(job.output) == contents(exports[name])
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq at once"])
 def test_the_head_is_quantized_by_what_enters_it_behind_the_quantized_layers(
     name: str, model: Path, exports: dict[str, Path], tmp_path: Path
 ) -> None:
