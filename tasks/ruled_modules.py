@@ -127,7 +127,8 @@ def _gptq(described: dict[str, Any], config: GPTQConfig | RTNConfig, decoder: De
         told["meta"] = described["meta"] | {"quantizer": quantizer}
     quantized = [module for module, own in found.items() if own is not None]
     # transformers knows no rules, but this list; it holds no packed experts, and vLLM would take theirs for unquantized.
-    if len(quantized) < len(modules) and not decoder.has_experts:
+    # Nor does it load a quantized head.
+    if len(quantized) < len(modules) and not (decoder.has_experts or decoder.quantizes_head):
         within = [set(decoder.linear_shapes(i)) for i in range(decoder.layer_count)]
         are_alike = all(names == within[0] for names in within)
         told["modules_in_block_to_quantize"] = [list(decoder.linear_shapes(0)) if are_alike else quantized]

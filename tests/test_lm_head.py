@@ -188,8 +188,15 @@ def test_a_norm_that_is_left_out_before_the_head_is_told(model: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_gptqmodel_loads_a_quantized_head(tmp_path: Path, prefect_server: None) -> None:
+def test_gptqmodel_loads_a_quantized_head_and_transformers_makes_up_another(
+    tmp_path: Path, prefect_server: None
+) -> None:
     model = write_tiny_llama(tmp_path / "model", hidden_size=128, intermediate_size=256)
     job = tiny_job(model, tmp_path, quantization=CONFIGS["gptq"])
-    loaded = ask_client("gptqmodel", {"head": Path(quantize_model(job).output)}, TINY_IDS, tmp_path)["head"]
+    output = Path(quantize_model(job).output)
+    loaded = ask_client("gptqmodel", {"head": output}, TINY_IDS, tmp_path)["head"]
     assert_close_logits(loaded, "head", HALF_TOLERANCE)
+    # As preflight says of it.
+    assert ask_client("transformers", {"head": output}, TINY_IDS, tmp_path)["head"].answer["missing"] == [
+        "lm_head.weight"
+    ]
