@@ -83,9 +83,9 @@ class Shard:
                     self._sum_up(staged, subset)
                     # Subset by subset: no more lanes than one subset's wait for others.
                     self.work.meet()
-                if not rewinds:
+                if scheme.is_sequential and not rewinds:  # else the layer is run again
                     past = self._let_go(module, past, stage[0])
-                past += stage
+                    past += stage
                 if len(stage) > 1:
                     self._quantize_group(module, stage)
                     continue
@@ -303,10 +303,7 @@ class Shard:
     def _put_quantized(self, module: nn.Module, subset: tuple[str, ...]) -> None:
         quantized: dict[str, Any] = self.work.quantized
         for name in subset:
-            weight, rows = weight_of(module, name), quantized[name]
-            if not weight.numel():  # it was let go
-                weight.data = weight.new_empty(self.shapes[name])
-            weight_NK = weight.data
+            weight_NK, rows = weight_of(module, name).data, quantized[name]
             if not self.run.scheme.quantizes_units:
                 weight_NK.copy_(rows.dequantize())
                 continue
