@@ -179,7 +179,7 @@ def main() -> None:
     shape = parser.parse_args()
     write_model(shape.directory / "model", shape)
     job = job_on(shape.directory, shape)
-    plan = check(job)
+    plan = check(job, trial=True)
     print(plan.table(), flush=True)
     figures = shape.directory / "figures.jsonl"
     with MemoryWatch() as watch, figures_kept(figures, watch):

@@ -91,7 +91,7 @@ def summary(report: "Report") -> str:
 def _plan(arguments: argparse.Namespace) -> int:
     from tasks.preflight import check
 
-    plan = check(job_from(arguments))
+    plan = check(job_from(arguments), trial=True)
     print(json.dumps(plan.as_json(), indent=2) if arguments.json else plan.table())
     return 0
 

@@ -61,6 +61,7 @@ FLAGS_WITH_OPPOSITE = {
     "duo_scaling": ("--duo-scaling", "--no-duo-scaling"),
     "apply_clip": ("--apply-clip", "--no-apply-clip"),
     "act_group_aware": ("--act-group-aware", "--no-act-group-aware"),
+    "time_estimate": ("", "--no-time-estimate"),
     "true_sequential": ("", "--no-true-sequential"),
     "strict_device_check": ("", "--no-strict-device-check"),
 }
@@ -140,7 +141,7 @@ def _options() -> Iterator[_Option]:
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
             yield _Option(section, name, field)
-    for name in ("devices", "memory_limit", "hidden_states_limit", "offload_directory", "seed"):
+    for name in ("devices", "memory_limit", "hidden_states_limit", "time_estimate", "offload_directory", "seed"):
         yield _Option("", name, QuantizationJob.model_fields[name])
 
 

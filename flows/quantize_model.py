@@ -38,6 +38,7 @@ from tasks.models.tensor_check import refuse_not_finite
 from tasks.quantize_layer import cache_key, quantize_layer
 from tasks.report import LayerReceipt, Report
 from tasks.schemes import decoder_of, needs_activations
+from tasks.time_estimate import Trial
 
 # Threads are made as shards need them: this only bounds the devices of one pool.
 MAX_DEVICES = 64
@@ -181,6 +182,7 @@ class _Quantization:
                     resumed_from=session.cursor or None, spills=plan.spills,
                 )  # fmt: skip
                 with running.opened(run), self._artifacts(run) as artifacts:
+                    self._tell_time(run, plan.layers_after // plan.layer_count)
                     self._quantize(run, artifacts)
                     report = export_model(run.model_name)
                     artifacts.show(run.receipts, decoder.step_count, None, report)
@@ -300,6 +302,27 @@ class _Quantization:
                 self._publish(run)
             self._stop_if_asked(run)
         run.session.drain()  # the export takes what is published
+
+    def _tell_time(self, run: running.Run, layer_bytes_after: int) -> None:
+        """How long the unfinished layers will take, by a trial on the devices of the run."""
+        if not self.job.time_estimate or run.session.cursor == run.decoder.layer_count:
+            return
+        batches = run.calibration.batches if run.calibration is not None else ()
+        trial = Trial(
+            run.decoder, run.scheme, run.pool,
+            tokens=sum(batch.input_ids.numel() for batch in batches),
+            batch_tokens=max((batch.input_ids.numel() for batch in batches), default=0),
+            length=max((batch.input_ids.shape[1] for batch in batches), default=0),
+            rewinds=run.spills, layer_bytes_after=layer_bytes_after,
+        )  # fmt: skip
+        try:
+            estimate = trial.estimate(run.cpu_threads)
+        except Exception as error:  # whatever a trial meets, the run itself may do without it
+            self.logger.warning(
+                "how long it takes can't be told, the trial failed: %s (%s)", error, type(error).__name__
+            )
+            return
+        self.logger.info("%s, by a trial of %.1f s", estimate.told(run.session.cursor), estimate.trial_seconds)
 
     def _prepare(self, run: running.Run) -> None:
         """The hidden states that enter the first unfinished layer: embedded anew, or as the checkpoint holds them."""

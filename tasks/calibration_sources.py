@@ -4,10 +4,12 @@ An item is a text or a list of ready-made token ids; each comes with the words t
 only as far as items are asked for, and nothing is left on disk.
 """
 
+import itertools
 import json
 import os
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from tasks.job import CalibrationConfig, absolute_path
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 TABLE_SUFFIXES = (".jsonl", ".parquet")
+LOOKED_AT_CHARACTERS = 1 << 20  # of running text, before a run
 
 
 class CalibrationError(ValueError):
@@ -75,6 +78,30 @@ def source_problems(config: CalibrationConfig) -> list[str]:
         return [f"calibration file `{path}` cannot be read by this user; change its permissions"]
     if path.stat().st_size == 0:
         return [f"calibration file `{path}` is empty; give a file with texts or token ids"]
+    return []
+
+
+def content_problems(config: CalibrationConfig) -> list[str]:
+    """What is wrong with the items that are read first, as many as there are samples; hub datasets are not asked.
+
+    Nothing is tokenized: which texts are too short, the run finds out.
+    """
+    path = file_of(config)
+    if source_problems(config) or (isinstance(config.data, str) and path is None):
+        return []
+    try:
+        if path is not None and _is_text(path):
+            text, is_whole = leading_text(path, LOOKED_AT_CHARACTERS)
+            values: list[str | list[int]] = [text]
+        else:
+            with closing(items(config)) as found:
+                values = [item.value for item in itertools.islice(found, config.samples)]
+            is_whole = len(values) < config.samples
+    except CalibrationError as error:
+        return [str(error)]
+    if is_whole and not any(value.strip() if isinstance(value, str) else value for value in values):
+        where = f"file `{path}`" if path is not None else "list"
+        return [f"calibration {where} holds nothing but blank texts; give texts or token ids"]
     return []
 
 

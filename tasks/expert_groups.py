@@ -39,7 +39,13 @@ def group_size(run: running.Run, layer: int) -> int:
     # Beside its inputs the layer holds for each token the residual, the normed residual and the experts' sum.
     tokens = sum(batch.input_ids.numel() for batch in run.calibration.batches) if run.calibration is not None else 0
     widest = max(shapes[subset[0]][1] for pair in experts for subset in pair)
-    passing = tokens * _experts_per_token(run, len(experts)) // len(experts) * max(hidden_size, widest) * itemsize
+    passing = (
+        tokens
+        * experts_per_token(run.decoder.config, len(experts))
+        // len(experts)
+        * max(hidden_size, widest)
+        * itemsize
+    )
     if device.type == "cpu":
         host = 0 if run.spills else 2 * tokens * hidden_size * run.decoder.source_dtype.itemsize
         taken = slots * weights + 3 * tokens * hidden_size * itemsize + host
@@ -53,9 +59,10 @@ def group_size(run: running.Run, layer: int) -> int:
     return max(1, min(len(experts), int(USABLE * free) // (run.scheme.sum_bytes(widest) + SKEW * passing + 1)))
 
 
-def _experts_per_token(run: running.Run, count: int) -> int:
+def experts_per_token(config: Any, count: int) -> int:
+    """How many of `count` experts a router sends each token to, as a model's configuration tells; else all."""
     for name in ("num_experts_per_tok", "moe_k", "moe_topk"):
-        if isinstance(value := getattr(run.decoder.config, name, None), int):
+        if isinstance(value := getattr(config, name, None), int):
             return value
     return count
 

@@ -540,6 +540,9 @@ class QuantizationJob(_Frozen):
     offload_directory: PathText | None = Field(
         None, description="Scratch that `checkpoint.path=auto` may use as its root."
     )
+    time_estimate: bool = Field(
+        True, description="Whether some seconds of trial work tell beforehand how long the layers will take."
+    )
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="What is told about tensors.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random; names of layers are mixed in.")
 

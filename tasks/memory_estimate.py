@@ -151,12 +151,12 @@ class MemoryEstimate:
         return root + self.scheme.statistics_bytes([stage.width])
 
     def _waiting(self, width: int, spills: bool) -> int:
-        """The residual and the input of a subset, of every sample or of a batch; with what one batch's forward makes."""
+        """The residual, the normed residual and the input of a subset, of all samples; with what a batch's forward makes."""
         hidden = self.decoder.config.hidden_size
         passing = self.batch_tokens * 3 * (hidden + width) * self.itemsize
         if spills and not self.decoder.has_experts:
             return passing
-        return self.tokens * (hidden + width) * self.itemsize + (passing if width else 0)
+        return self.tokens * (2 * hidden + width) * self.itemsize + (passing if width else 0)
 
     def _between_layers(self, spills: bool) -> int:
         """What enters the layer and what has left it."""

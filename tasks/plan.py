@@ -57,6 +57,19 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds that each layer will take, in their order, by a trial that took `trial_seconds`."""
+
+    layer_seconds: tuple[float, ...]
+    trial_seconds: float
+
+    def told(self, first: int = 0) -> str:
+        """For the layers from `first` on, as people say it."""
+        left = self.layer_seconds[first:]
+        return f"about {duration(sum(left))} for {len(left)} layers"
+
+
+@dataclass(frozen=True)
 class Plan:
     """A job that preflight found nothing wrong with. Sizes are bytes; those of weights are exact but for file headers."""
 
@@ -81,6 +94,7 @@ class Plan:
     spaces: tuple[DiskSpace, ...]
     memory: Memory
     notes: tuple[str, ...]
+    time: TimeEstimate | None = None  # where it was asked for
 
     @property
     def bytes_before(self) -> int:
@@ -167,7 +181,7 @@ class Plan:
         rows.append(
             (
                 "memory",
-                f"about {size(memory.host_peak_bytes)} of {size(memory.host_total_bytes)} on the host; the largest layer has {size(memory.layer_bytes)}",
+                f"about {size(memory.host_peak_bytes)} of {size(memory.host_total_bytes)} on the host, beside 1 GB for the program itself and Prefect's server; the largest layer has {size(memory.layer_bytes)}",
             )
         )
         if memory.device_total_bytes and any(name != "cpu" for name in self.devices):
@@ -175,6 +189,8 @@ class Plan:
                 ("", f"about {size(memory.device_peak_bytes)} of {size(memory.device_total_bytes)} on each device")
             )
         rows.append(("devices", ", ".join(self.devices)))
+        if self.time is not None:
+            rows.append(("time", f"{self.time.told()}, by a trial of {self.time.trial_seconds:.1f} s on this machine"))
         return [f"{name:<13}{text}" for name, text in rows]
 
     def _note_lines(self) -> list[str]:
@@ -189,6 +205,17 @@ def size(count: int) -> str:
             break
         value, unit = value / 1000, larger
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A span of time as people say it, to about a tenth of it: `3 h 10 min`, `25 min`, `40 s`."""
+    if seconds < 99.5:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(10 * round(minutes / 10), 60)
+    return f"{hours} h {minutes} min" if minutes and hours < 10 else f"{round(hours + minutes / 60)} h"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

@@ -7,12 +7,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tasks import adapters, ruled_modules
 from tasks.calibration import source_problems, tokenizer_problems
-from tasks.calibration_sources import file_of
+from tasks.calibration_sources import content_problems, file_of
 from tasks.devices import DevicePool
 from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
@@ -32,6 +32,7 @@ from tasks.places import (
 from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
 from tasks.report import REPORT_FILE
 from tasks.schemes import Scheme, decoder_of, needs_activations, scheme_of
+from tasks.time_estimate import Trial
 
 # What a run writes about each module: its part of a record, of manifests, of the report.
 RECORD_BYTES_PER_MODULE = 1000
@@ -49,8 +50,11 @@ class PreflightError(ValueError):
         super().__init__(f"the job can't be run, {count}:" + "".join(f"\n  - {problem}" for problem in self.problems))
 
 
-def check(job: QuantizationJob) -> Plan:
-    """The plan of a job that can be run; PreflightError with all problems of one that can't."""
+def check(job: QuantizationJob, *, trial: bool = False) -> Plan:
+    """The plan of a job that can be run; PreflightError with all problems of one that can't.
+
+    With `trial`, and unless the job wants none, some seconds of trial work tell how long it will take.
+    """
     findings = _Findings(job)
     findings.look_at_source()
     findings.look_at_devices()
@@ -63,7 +67,7 @@ def check(job: QuantizationJob) -> Plan:
         findings.problems += _memory_problems(plan.memory, plan.devices, job.memory_limit)
     if plan is None or findings.problems:
         raise PreflightError(findings.problems)
-    return plan
+    return findings.tried(plan) if trial and job.time_estimate else plan
 
 
 @dataclass
@@ -110,7 +114,7 @@ class _Findings:
                 f"file or a dataset with --calibration, or {instead}"
             )
         if self.calibration is not None:
-            self.problems += source_problems(self.calibration)
+            self.problems += source_problems(self.calibration) or content_problems(self.calibration)
             if self.source is not None:
                 self.problems += tokenizer_problems(self.calibration, self.source.path)
 
@@ -228,6 +232,26 @@ class _Findings:
             memory=estimate.memory(spills=spills),
             notes=tuple(self._notes(self.source, self.decoder, scheme)),
         )
+
+    def tried(self, plan: Plan) -> Plan:
+        """The plan with the time that the layers will take."""
+        assert self.source is not None and self.decoder is not None and self.pool is not None
+        config = self.calibration
+        trial = Trial(
+            self.decoder,
+            scheme_of(self.job.quantization, self.source, self.job.seed),
+            self.pool,
+            tokens=plan.calibration_tokens,
+            batch_tokens=self._batch_bound(plan.calibration_tokens),
+            length=0 if config is None else config.concat_size or config.sequence_length,
+            rewinds=plan.spills,
+            layer_bytes_after=plan.layers_after // plan.layer_count,
+        )
+        try:
+            return replace(plan, time=trial.estimate())
+        except Exception as error:  # whatever a trial meets, the run itself may do without it
+            note = f"how long it takes can't be told, the trial failed: {error} ({type(error).__name__})"
+            return replace(plan, notes=(*plan.notes, note))
 
     def _modules(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[ModuleKind]:
         """Bytes as they are stored, the bias with its weight."""

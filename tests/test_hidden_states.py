@@ -113,7 +113,11 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")])
-@pytest.mark.parametrize("config", [GPTQConfig(group_size=32), AWQConfig(group_size=32)], ids=["gptq", "awq"])
+@pytest.mark.parametrize(
+    "config",
+    [GPTQConfig(group_size=32), GPTQConfig(group_size=32, true_sequential=False), AWQConfig(group_size=32)],
+    ids=["gptq", "gptq at once", "awq"],
+)
 def test_a_layer_has_the_same_bytes_and_outputs_from_files(model: Path, tmp_path: Path, config, devices) -> None:
     results = []
     for spills in (False, True):

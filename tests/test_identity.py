@@ -134,6 +134,7 @@ DOES_NOT_MATTER: dict[str, Any] = {
     "offload_directory": "elsewhere",
     "memory_limit": "24GB",
     "hidden_states_limit": "1GB",
+    "time_estimate": False,
     "telemetry.device": True,
 }
 

@@ -160,7 +160,16 @@ def test_no_field_of_the_job_lacks_an_option() -> None:
     reachable = {action.dest for action in parser._actions}
     methods = {f"quantization.{name}" for model in METHODS.values() for name in model.model_fields if name != "method"}
     others = {f"{section}.{name}" for section, model in SECTIONS.items() for name in model.model_fields}
-    whole = {"model", "output", ".devices", ".memory_limit", ".hidden_states_limit", ".offload_directory", ".seed"}
+    whole = {
+        "model",
+        "output",
+        ".devices",
+        ".memory_limit",
+        ".hidden_states_limit",
+        ".time_estimate",
+        ".offload_directory",
+        ".seed",
+    }
     assert methods | others | whole <= reachable
     assert set(QuantizationJob.model_fields) == {name.lstrip(".") for name in whole} | set(SECTIONS) | {"quantization"}
 

@@ -268,6 +268,47 @@ def test_a_place_where_this_user_may_not_write_is_refused(model, tmp_path, monke
     assert all("may not list and write" in problem for problem in problems)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("data.jsonl", b'{"text": "a fox"}\n{"text": \n', "line 2 of `{path}` is not JSON"),
+        ("data.jsonl", b'{"content": "a fox"}\n', "has no column `text`; its columns: `content`"),
+        ("data.jsonl", b'{"text": 7}\n', "is of type `int`"),
+        (
+            "data.jsonl",
+            b'{"text": "a fox"}\n{"text": [1, 2]}\n',
+            "is a list of token ids where the first item is a text",
+        ),
+        ("data.jsonl", b'{"text": " "}\n\n{"text": ""}\n', "holds nothing but blank texts"),
+        ("data.txt", b" \n\t\n", "holds nothing but blank texts"),
+        ("data.txt", b"caf\xe9 latin", "is not UTF-8 text"),
+        ("data.parquet", b"PAR1 and no table", "cannot be loaded"),
+    ],
+)
+def test_what_is_wrong_inside_a_calibration_file_is_told_by_the_plan(model, tmp_path, name, content, part):
+    path = tmp_path / name
+    path.write_bytes(content)
+    problem = problem_of(model, tmp_path, calibration={"data": str(path), "sequence_length": 64})
+    assert part.format(path=path) in problem
+
+
+def test_only_as_many_items_are_looked_at_as_there_are_samples(model, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a fox"}\n' * 3 + "no JSON\n")
+    calibration = {"data": str(path), "sequence_length": 64}
+    assert plan_of(model, tmp_path, calibration=calibration | {"samples": 3})
+    assert "line 4" in problem_of(model, tmp_path, calibration=calibration | {"samples": 4})
+
+
+def test_a_memory_limit_that_is_too_small_is_to_be_raised_and_one_that_nobody_gave_is_not(model, tmp_path, monkeypatch):
+    needed = plan_of(model, tmp_path).memory.least_bytes
+    assert problem_of(model, tmp_path, memory_limit=needed - 1).endswith(
+        f"memory_limit leaves {size(needed - 1)}; raise it"
+    )
+    monkeypatch.setattr("tasks.devices._host_memory_bytes", lambda: needed - 1)
+    assert problem_of(model, tmp_path).endswith("use a device with more memory")
+
+
 # Space and memory -----------------------------------------------------------------------------------------------------
 
 FileSystem = namedtuple("FileSystem", "f_bavail f_bfree f_frsize")

@@ -7,7 +7,7 @@ of the subset, quantizes its weights in place, and every batch goes on with the 
 Memory: all batches are inside the layer at once. What stays alive for each of them, beside what the caller holds, is
 what the paused forward still needs. At {q,k,v}: the layer's input [B,T,H], the normed input and its mask and rotary
 tables; at {o}: the layer's input and the attention's output; at {gate,up}: the residual and the normed residual; at
-{down}: the residual and [B,T,intermediate], the peak. Masks exist only for padded batches (bool, B x T x T).
+{down}: both and [B,T,intermediate], the peak. Masks exist only for padded batches (bool, B x T x T).
 
 Where that is too much, calls are rewound instead: one at a time is inside, from its start to the subset, and given up.
 
