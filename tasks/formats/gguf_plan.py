@@ -6,16 +6,17 @@ and the embeddings where they are the head, get more bits. K-quants need rows of
 llama.cpp takes the next larger type with blocks of 32, and half precision where those do not fit either; so do we, and
 the plan says so beforehand. One-dimensional tensors stay float32.
 
-Nothing here needs the `gguf` package, nor a tensor: a plan is made from `config.json` and shapes.
+No tensor is needed: a plan is made from `config.json`, shapes, and the `gguf` package's table of names.
 
 Shape suffixes: N out_features, K in_features.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tasks.formats.gguf_families import Family, family_of, head_size, rope_parameters
 from tasks.job import GGUFConfig
 from tasks.methods.ggml_blocks import BLOCK_TYPES
 
@@ -37,26 +38,10 @@ MIXES = {
 FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 FLOAT_BYTES = {"f16": 2, "f32": 4}
 
-OUTER_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 ROPE_FACTORS = "rope_freqs.weight"
 LAYERS_OF_70B = 80
 
-_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,7 @@ class TensorPlan:
     """One tensor of the file. `source` is its name in the source model; None for one that is computed.
 
     `heads` above 0 means that rows are rearranged within so many heads, see `gguf.arrange`. `layer` is None outside
-    the layers.
+    the layers. `offset` is added to the source's values, see `Family.norm_offset`.
     """
 
     source: str | None
@@ -74,6 +59,7 @@ class TensorPlan:
     intended: str
     actual: str
     heads: int = 0
+    offset: float = 0.0
 
     @property
     def size_bytes(self) -> int:
@@ -128,19 +114,24 @@ def make_plan(config: GGUFConfig, model_config: Mapping[str, Any], shapes: Mappi
     ValueError with every problem: tensors that the format has no name for and, where `config.strict`, rows that do not
     fill the intended blocks.
     """
-    unknown = [name for name in shapes if _gguf_name(name) is None]
+    family = family_of(model_config)
+    names = _names(family, model_config["num_hidden_layers"], shapes)
+    unknown = [name for name in shapes if name not in names]
     if unknown:
         raise ValueError(
-            f"{len(unknown)} tensors have no name in a llama .gguf file: {', '.join(unknown[:10])}; readers of the "
+            f"{len(unknown)} tensors have no name in a {family.architecture} .gguf file: {', '.join(unknown[:10])}; readers of the "
             f"file would not find them, so this model can't be exported as gguf"
         )
     is_tied = "lm_head.weight" not in shapes
     tensors = []
     for source, shape in shapes.items():
-        name, layer = _gguf_name(source) or ("", None)
+        name = names[source]
+        layer = int(match[1]) if (match := _LAYER.match(name)) else None
         intended = _intended(config, name, layer, shape, model_config, is_tied)
-        heads = _heads(name, model_config)
-        tensors.append(TensorPlan(source, name, layer, tuple(shape), intended, _actual(intended, shape), heads))
+        heads = _heads(name, model_config) if family.rearranges_heads else 0
+        offset = family.norm_offset if name.endswith("norm.weight") else 0.0
+        actual = _actual(intended, shape)
+        tensors.append(TensorPlan(source, name, layer, tuple(shape), intended, actual, heads, offset))
     if rope_parameters(model_config).get("rope_type") == "llama3":
         shape = (head_size(model_config) // 2,)
         tensors.append(TensorPlan(None, ROPE_FACTORS, None, shape, "f32", "f32"))
@@ -151,25 +142,18 @@ def make_plan(config: GGUFConfig, model_config: Mapping[str, Any], shapes: Mappi
     return plan
 
 
-def head_size(model_config: Mapping[str, Any]) -> int:
-    """Columns of one attention head."""
-    return model_config.get("head_dim") or model_config["hidden_size"] // model_config["num_attention_heads"]
+def _names(family: Family, layers: int, sources: Iterable[str]) -> dict[str, str]:
+    """The file's names by the source's, of the tensors that have one."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-
-def rope_parameters(model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters from either spelling of config.json, with `rope_type` and `rope_theta` always in them."""
-    found = dict(model_config.get("rope_parameters") or model_config.get("rope_scaling") or {})
-    found.setdefault("rope_type", found.get("type", "default"))
-    found.setdefault("rope_theta", model_config.get("rope_theta") or 10000.0)
-    return found
-
-
-def _gguf_name(source: str) -> tuple[str, int | None] | None:
-    if match := _LAYER_TENSOR.fullmatch(source):
-        layer, module, part = match.groups()
-        return (f"blk.{layer}.{LAYER_NAMES[module]}.{part}", int(layer)) if module in LAYER_NAMES else None
-    module, _, part = source.rpartition(".")
-    return (f"{OUTER_NAMES[module]}.{part}", None) if module in OUTER_NAMES and part == "weight" else None
+    (architecture,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == family.architecture)
+    table = get_tensor_name_map(architecture, layers)
+    found = {source: table.get_name(source, (".weight", ".bias")) for source in sources}
+    return {
+        source: name
+        for source, name in found.items()
+        if name is not None and (name.endswith(".weight") or name.split(".")[-2] in family.biases)
+    }
 
 
 def _heads(name: str, model_config: Mapping[str, Any]) -> int:
@@ -187,7 +171,7 @@ def _intended(
     model_config: Mapping[str, Any],
     is_tied: bool,
 ) -> str:
-    """llama.cpp's choice for a dense llama: by what the tensor does, which layer it is in, and the mix."""
+    """llama.cpp's choice for a dense model: by what the tensor does, which layer it is in, and the mix."""
     if len(shape) < 2:
         return "f32"
     mix, base = config.quant_type, MIXES[config.quant_type][0]
@@ -222,6 +206,8 @@ def _intended(
             "q4_0": "q4_1" if config.imatrix and is_early else None,
             "q5_0": "q5_1" if config.imatrix and is_early else None,
         }.get(mix)
+    elif ".attn_qkv." in name:
+        raised = {"q3_k_m": "q4_k", "q3_k_l": "q4_k", "q4_k_m": "q5_k", "q5_k_m": "q6_k"}.get(mix)
     elif ".attn_output." in name:
         raised = {"q2_k": "q3_k", "q3_k_m": "q4_k", "q3_k_l": "q5_k"}.get(mix)
     return raised or base
