@@ -93,6 +93,10 @@ def _status(arguments: argparse.Namespace) -> int:
             told += str(generation["created_utc"])
         lines.append(told + (f"  DAMAGED: {problem}" if problem else ""))
     lines.append(f"published {_counted(found['referenced'])}; on disk {_counted(found['stored'])}")
+    if (writer := found["last_writer"]) is not None:
+        run = f", flow run {writer['run_id']}" if writer.get("run_id") else ""
+        told = f"process {writer.get('pid')} on host {writer.get('host')}, started {writer.get('started_utc')}{run}"
+        lines.append(f"last writer: {told}; it may have ended")
     if found["spare_pointer_in_use"]:
         lines.append(f"CURRENT can't be used, CURRENT.prev is: {found['spare_pointer_in_use']}")
     if found["attempts"] or found["quarantined"]:

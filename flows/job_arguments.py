@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from checkpoint_store.config import CheckpointConfig
+from tasks import module_rules
 from tasks.job import (
     AWQConfig,
     BitsAndBytesConfig,
@@ -60,6 +61,7 @@ FLAGS_WITH_OPPOSITE = {
     "duo_scaling": ("--duo-scaling", "--no-duo-scaling"),
     "apply_clip": ("--apply-clip", "--no-apply-clip"),
     "act_group_aware": ("--act-group-aware", "--no-act-group-aware"),
+    "true_sequential": ("", "--no-true-sequential"),
     "strict_device_check": ("", "--no-strict-device-check"),
 }
 SHOWN_IN_HELP = {
@@ -69,6 +71,8 @@ SHOWN_IN_HELP = {
     "offload_directory": "DIR",
     "devices": "LIST",
     "memory_limit": "SIZE",
+    "hidden_states_limit": "SIZE",
+    "dynamic": "RULES",
 }
 SHOWN_FOR_TYPE: dict[Callable[[str], Any], str] = {int: "N", float: "X"}
 
@@ -136,7 +140,7 @@ def _options() -> Iterator[_Option]:
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
             yield _Option(section, name, field)
-    for name in ("devices", "memory_limit", "offload_directory", "seed"):
+    for name in ("devices", "memory_limit", "hidden_states_limit", "offload_directory", "seed"):
         yield _Option("", name, QuantizationJob.model_fields[name])
 
 
@@ -174,7 +178,7 @@ def _add(group: "argparse._ArgumentGroup", option: _Option) -> None:
                 **common,
             )
         return
-    choices, kind = _values(option.field.annotation)
+    choices, kind = (None, rules) if option.name == "dynamic" else _values(option.field.annotation)
     shown = (
         None
         if choices
@@ -203,9 +207,17 @@ def number(text: str) -> int | float:
         return float(text)
 
 
+def rules(text: str) -> Any:
+    """Rules for modules, as JSON or from a file."""
+    try:
+        return module_rules.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} can't be read: {error}") from error
+
+
 def _help(field: FieldInfo) -> str:
     text = (field.description or "").replace("%", "%%")
-    if field.is_required() or field.default is None or field.annotation is bool:
+    if field.is_required() or field.default in (None, ()) or field.annotation is bool:
         return text
     return f"{text} (default {field.default})"
 
@@ -217,7 +229,9 @@ def _problems(error: ValidationError, method: str) -> Iterator[str]:
         section, name = ("", where[0]) if len(where) == 1 else (where[0], where[1]) if where else ("", "")
         flag = flags.get((section, name), ".".join(where))
         message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "extra_forbidden":
+        if inside := where[2:]:  # of a list of rules
+            flag = f"{flag} {'.'.join(inside)}"
+        if problem["type"] == "extra_forbidden" and not inside:
             yield f"{flag} does not apply to method `{method}`; leave it out"
         elif problem["type"] == "value_error":
             yield f"{flag}: {message}" if (section, name) in flags else message

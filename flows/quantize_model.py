@@ -22,23 +22,22 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, CheckpointStopped, StoreLocked
 from checkpoint_store.result_storage import GenerationStorage
 from checkpoint_store.session import ADAPTER, LAYER, CheckpointSession
-from checkpoint_store.tensors import continuation_batches, continuation_payloads
+from checkpoint_store.tensors import continuation_batches
 from flows import stopping
 from flows.deadline import Deadline, DeadlineText
 from flows.embedded_server import embedded_server
 from flows.stopping import StopRequest
-from tasks import calibration, identity, output_directory, preflight, running, telemetry
+from tasks import calibration, hidden_states, identity, output_directory, preflight, running, telemetry
 from tasks.artifacts import Artifacts
 from tasks.devices import DeviceBusy, DevicePool
 from tasks.export import export_model, outer_names
 from tasks.job import QuantizationJob, absolute_path, checkpoint_root
-from tasks.models.decoder import Decoder
 from tasks.models.replay import check_replay
 from tasks.models.source import SourceModel
 from tasks.models.tensor_check import refuse_not_finite
 from tasks.quantize_layer import cache_key, quantize_layer
 from tasks.report import LayerReceipt, Report
-from tasks.schemes import needs_activations
+from tasks.schemes import decoder_of, needs_activations
 
 # Threads are made as shards need them: this only bounds the devices of one pool.
 MAX_DEVICES = 64
@@ -152,9 +151,9 @@ class _Quantization:
 
     def go(self) -> Report:
         job = self.job
-        preflight.check(job)
+        plan = preflight.check(job)
         source = SourceModel.open(job.model)
-        decoder = Decoder.from_source(source)
+        decoder = decoder_of(job.quantization, source)
         pool = DevicePool.resolve(job.devices)
         if len(pool.devices) > MAX_DEVICES:
             raise ValueError(f"{len(pool.devices)} devices are asked for; a pool holds at most {MAX_DEVICES}")
@@ -179,7 +178,7 @@ class _Quantization:
                     job=job, logger=self.logger, root=self.root, output=self.output,
                     model_name=absolute_path(job.model).name, source=source, decoder=decoder, pool=pool, calibration=samples,
                     identity_digest=digest, cpu_threads=cpu_threads, session=session, started=self.started,
-                    resumed_from=session.cursor or None,
+                    resumed_from=session.cursor or None, spills=plan.spills,
                 )  # fmt: skip
                 with running.opened(run), self._artifacts(run) as artifacts:
                     self._quantize(run, artifacts)
@@ -271,6 +270,7 @@ class _Quantization:
         layer_task = quantize_layer.with_options(result_storage=storage)
         if cursor:
             self.logger.info("%d of %d layers are finished at %s", cursor, layer_count, self.root)
+        pinned = {role: {ref.key: ref.sha256 for ref in run.session.layer_objects(role)} for role in (LAYER, ADAPTER)}
         # Kept: Prefect knows results by their id(), and would draw arrows between layers when one is used again.
         records = []
         for index in range(layer_count):
@@ -291,7 +291,7 @@ class _Quantization:
             receipt = LayerReceipt.model_validate(record)
             run.receipts.append(receipt)
             if index < cursor:
-                self._check_pinned(run, receipt)
+                self._check_pinned(pinned, receipt)
                 continue
             self._log(receipt, layer_count)
             artifacts.show(run.receipts, layer_count, run.seconds_left())
@@ -308,24 +308,25 @@ class _Quantization:
         check_replay(run.decoder, run.pool.devices[0].torch_device)
         assert run.calibration is not None
         if run.session.cursor:
-            run.hidden = continuation_batches(run.session.continuation())
-            if len(run.hidden) != len(run.calibration.batches):
+            restored = continuation_batches(run.session.continuation())
+            if len(restored) != len(run.calibration.batches):
                 raise CheckpointDamaged(
-                    f"the continuation at {self.root} holds {len(run.hidden)} batches, this job has "
+                    f"the continuation at {self.root} holds {len(restored)} batches, this job has "
                     f"{len(run.calibration.batches)}: the identity should have told them apart; use a new checkpoint path"
                 )
+            run.hidden = [run.held(restored.pop(0)) for _ in run.calibration.batches]
             run.hidden_is_restored = True
             kind = "restoration"
         else:
-            run.hidden = [run.decoder.embed(batch.input_ids) for batch in run.calibration.batches]
+            run.hidden = [run.held(run.decoder.embed(batch.input_ids)) for batch in run.calibration.batches]
             kind = "capture"
         run.decoder.release()
         telemetry.tensors(self.logger, kind, run.hidden, device=self.job.telemetry.device)
 
-    def _check_pinned(self, run: running.Run, receipt: LayerReceipt) -> None:
+    def _check_pinned(self, pinned: dict[str, dict[str, str]], receipt: LayerReceipt) -> None:
         """The record that Prefect answered with must speak of the object that the generation holds."""
         for role, sha256 in ((LAYER, receipt.sha256), (ADAPTER, receipt.adapter_sha256)):
-            held = {ref.key: ref.sha256 for ref in run.session.layer_objects(role)}.get(receipt.name)
+            held = pinned[role].get(receipt.name)
             if held != sha256:
                 raise CheckpointDamaged(
                     f"the record of `{receipt.name}` names {role} object {str(sha256)[:12]}, the generation at {self.root} "
@@ -339,7 +340,7 @@ class _Quantization:
             finished,
             [receipt.name for receipt in run.receipts],
             [receipt.key for receipt in run.receipts],
-            continuation_payloads(run.hidden) if finished < layer_count else [],
+            hidden_states.payloads(run.hidden) if finished < layer_count else [],
         )
         self.published = finished
 

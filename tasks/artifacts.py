@@ -2,7 +2,9 @@
 
 Each is kept under a key made from the job's identity. Another attempt of a flow run updates what the one before left;
 another flow run of the job adds a version that begins with the layers that are finished. Sending happens on a thread of
-its own, newest first, and at most every few seconds: an API that is slow or gone costs a warning and no layer.
+its own, newest first, and at most every few seconds: an API that is slow or gone costs a warning and no layer. The table
+has a row for each finished layer and is sent whole: the more it costs, the longer the pause after it, so that all its
+versions together cost a fixed share of the run's time, however many layers there are.
 """
 
 import contextvars
@@ -10,6 +12,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +27,7 @@ from prefect.utilities.urls import url_for
 from tasks.report import TOLD_ONE_BY_ONE, LayerReceipt, Report
 
 SECONDS_BETWEEN_UPDATES = 2.0
+TABLE_PAUSE = 50.0  # times what sending the table took
 SECONDS_TO_DELIVER_THE_LAST = 10.0
 
 
@@ -54,6 +58,8 @@ class Artifacts:
         self.key = f"{re.sub('[^a-z0-9]+', '-', self._title.lower()).strip('-')}-{identity_digest[:8]}"
         self._ids: dict[str, UUID] = {}
         self._newest: _Board | None = None
+        self._without_table: _Board | None = None  # shown as progress; its table waits for its time
+        self._table_due = 0.0  # on the monotonic clock
         self._wake = threading.Condition()
         self._is_closing = False
         self._has_warned = False
@@ -97,10 +103,12 @@ class Artifacts:
                     self._wake.wait_for(lambda: self._is_closing, SECONDS_BETWEEN_UPDATES)
 
     def _next(self) -> _Board | None:
-        """The newest state once there is one that was not sent; None when there will be none."""
+        """The newest state once there is one that was not sent, or not whole; None when there will be none."""
+        until_table = None if self._without_table is None else max(0.0, self._table_due - time.monotonic())
         with self._wake:
-            self._wake.wait_for(lambda: self._newest is not None or self._is_closing)
-            board, self._newest = self._newest, None
+            self._wake.wait_for(lambda: self._newest is not None or self._is_closing, until_table)
+            board = self._newest or self._without_table
+            self._newest = self._without_table = None
             return board
 
     def _warn(self, error: Exception) -> None:
@@ -111,7 +119,13 @@ class Artifacts:
     def _send(self, client: SyncPrefectClient, board: _Board) -> None:
         finished = len(board.receipts)
         self._put(client, "progress", "progress", 100.0 * finished / board.layer_count, self._how_far(board))
-        self._put(client, "layers", "table", json.dumps(table(board.receipts)), f"Layers of {self._title}")
+        began = time.monotonic()
+        if began >= self._table_due or self._is_closing or finished == board.layer_count:
+            self._put(client, "layers", "table", json.dumps(table(board.receipts)), f"Layers of {self._title}")
+            now = time.monotonic()
+            self._table_due = now + TABLE_PAUSE * (now - began)
+        else:
+            self._without_table = board
         if board.report is not None:
             text = markdown(board.report, self._title, self._flow_run_id, self.key)
             self._put(client, "report", "markdown", text, f"Report of {self._title}")

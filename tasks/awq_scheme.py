@@ -55,7 +55,7 @@ class AWQScheme(Scheme):
     def layer_notes(self, decoder: Decoder) -> Iterator[str]:
         """Which subsets keep their scale, for each kind of layer, and why."""
         told: dict[str, list[str]] = {}
-        for layer in decoder.layers_of_each_kind:
+        for layer in decoder.layers_of_each_arrangement:
             for subset, reason in decoder.folding(layer).refusals.items():
                 told.setdefault(f"{', '.join(subset)} can't be scaled, only clipped: {reason}", []).append(str(layer))
         for note, layers in told.items():

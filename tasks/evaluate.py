@@ -28,6 +28,7 @@ from tasks.models import fp8_weights
 from tasks.models.layer_names import is_for_further_tokens
 from tasks.models.source import INDEX_FILE, SINGLE_FILE
 from tasks.output_directory import GGUF_FILE
+from tasks.ruled_modules import of_module
 from tasks.schemes import LAYOUTS
 
 
@@ -211,15 +212,15 @@ def _dense(path: Path, tensors: dict[str, Tensor], quantization: dict[str, Any])
         raise ValueError(
             f"`{path}` is quantized with `{method}`; the layouts that can be read are {', '.join(LAYOUTS)}"
         )
-    config = layout.config_of(quantization)
-    mark, *others = layout.parts(config)
+    mark = layout.parts(layout.config_of(quantization))[0]
     packed = sorted(name.removesuffix(f".{mark}") for name in tensors if name.endswith(f".{mark}"))
     if not packed:
         raise ValueError(f"`{path}` says that it is quantized and holds no .{mark} tensor; make the export again")
-    parts = {f"{name}.{part}" for name in packed for part in (mark, *others)}
+    configs = {name: layout.config_of(of_module(quantization, name)) for name in packed}
+    parts = {f"{name}.{part}" for name in packed for part in layout.parts(configs[name])}
     if parts - tensors.keys():
         raise ValueError(f"`{path}` lacks {sorted(parts - tensors.keys())}, without which their modules can't be read")
     dense = {name: tensor for name, tensor in tensors.items() if name not in parts}
     for name in packed:
-        dense[f"{name}.weight"] = layout.unpack(tensors, name, config).dequantize()
+        dense[f"{name}.weight"] = layout.unpack(tensors, name, configs[name]).dequantize()
     return dense

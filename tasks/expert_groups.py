@@ -41,7 +41,7 @@ def group_size(run: running.Run, layer: int) -> int:
     widest = max(shapes[subset[0]][1] for pair in experts for subset in pair)
     passing = tokens * _experts_per_token(run, len(experts)) // len(experts) * max(hidden_size, widest) * itemsize
     if device.type == "cpu":
-        host = 2 * tokens * hidden_size * run.decoder.source_dtype.itemsize
+        host = 0 if run.spills else 2 * tokens * hidden_size * run.decoder.source_dtype.itemsize
         taken = slots * weights + 3 * tokens * hidden_size * itemsize + host
     else:
         taken = weights + 3 * tokens * hidden_size * itemsize // slots

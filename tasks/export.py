@@ -17,7 +17,7 @@ from torch import Tensor
 from checkpoint_store.errors import StorageFull
 from checkpoint_store.session import ADAPTER
 from checkpoint_store.tensors import tensors_from
-from tasks import running
+from tasks import ruled_modules, running
 from tasks.export_gguf import add_gguf
 from tasks.formats import peft
 from tasks.models.source import INDEX_FILE
@@ -122,7 +122,8 @@ def outer_names(run: running.Run) -> list[str]:
 
 
 def _add_descriptions(run: running.Run, export: Export) -> None:
-    described = run.scheme.leave_out(run.scheme.quantization_config(), run.decoder.kept_modules)
+    described = ruled_modules.tell(run.scheme.quantization_config(), run.job.quantization, run.decoder)
+    described = run.scheme.leave_out(described, run.decoder.kept_modules)
     export.add_bytes("config.json", config_of(run.source.config, described))
     if (file := run.scheme.description_file) is not None:
         export.add_bytes(file, json_bytes(described))

@@ -97,7 +97,7 @@ def build(
             "subsets": [
                 {
                     "layers": [i for i, first in enumerate(decoder.kinds) if first == kind],
-                    "linears": decoder.subsets(kind),
+                    "linears": decoder.linears_by_input(kind),
                 }
                 for kind in decoder.layers_of_each_kind
             ],

@@ -8,14 +8,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from checkpoint_store.config import CheckpointConfig
+from tasks import module_rules
+from tasks.module_rules import AsList, GGUFRule, GPTQRule, GridRule, SkipRule
 
-# Asked for by name in other tools; refused by name here until the meaning is implemented. Neutral values pass.
+# Asked for by name in other tools; refused by name where a method does not have it as a field. Neutral values pass.
 UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "true_sequential": ((True, None), "quantizing all modules of a layer from unquantized inputs"),
-    "dynamic": ((None, {}), "per-module rules and exclusions"),
+    "dynamic": ((None, {}, [], ()), "per-module rules and exclusions"),
     "rotation": ((None, ""), "rotation of the weights before quantization"),
     "lm_head": ((False, None), "quantizing the output head"),
     "embeddings": ((False, None), "quantizing the embeddings"),
@@ -33,18 +35,19 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _without_unsupported(data: Any) -> Any:
-    """`data` less the options of `UNSUPPORTED_OPTIONS`, each of which is refused by its own name unless neutral."""
+def _without_unsupported(data: Any, supported: Iterable[str], where: str) -> Any:
+    """`data` less the options of `UNSUPPORTED_OPTIONS` that are not `supported`, each refused by name unless neutral."""
     if not isinstance(data, dict):
         return data
+    unsupported = UNSUPPORTED_OPTIONS.keys() - set(supported)
     refused = [
         f"`{name}` ({meaning})"
         for name, (neutral, meaning) in UNSUPPORTED_OPTIONS.items()
-        if name in data and data[name] not in neutral
+        if name in unsupported and name in data and data[name] not in neutral
     ]
     if refused:
-        raise ValueError(f"not supported: {', '.join(refused)}; leave out what is named")
-    return {name: value for name, value in data.items() if name not in UNSUPPORTED_OPTIONS}
+        raise ValueError(f"not supported {where}: {', '.join(refused)}; leave out what is named")
+    return {name: value for name, value in data.items() if name not in unsupported}
 
 
 class _Quantization(_Frozen):
@@ -56,7 +59,8 @@ class _Quantization(_Frozen):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return _without_unsupported(data)
+        method = cls.model_fields["method"].default if "method" in cls.model_fields else "any"
+        return _without_unsupported(data, cls.model_fields, f"by method `{method}`")
 
 
 class _Grid(_Quantization):
@@ -80,6 +84,19 @@ class _Grid(_Quantization):
             raise ValueError("group_size 0 is not a size; use -1 for one scale per output channel")
         return self
 
+    @model_validator(mode="after")
+    def _rules_can_be_applied(self) -> "_Grid":
+        if rules := getattr(self, "dynamic", ()):
+            plain = self.model_copy(update={"dynamic": ()})
+            for rule in rules:
+                module_rules.applied(rule, plain)
+                if rule.overrides() and getattr(self, "checkpoint_format", "") == "awq":
+                    raise ValueError(
+                        f"rule `{rule.pattern}`: readers of checkpoint_format `awq` take one grid for all modules; leave "
+                        f"modules as they are with `-:`, or use checkpoint_format `gptq` or `compressed-tensors`"
+                    )
+        return self
+
 
 class GPTQConfig(_Grid):
     """GPTQ: columns are rounded one by one, each error spread over the columns that follow (arXiv 2210.17323)."""
@@ -92,6 +109,11 @@ class GPTQConfig(_Grid):
         "Off where desc_act is asked for.",
     )
     static_groups: bool = Field(False, description="Fix all grids from the original weights before the first column.")
+    true_sequential: bool = Field(
+        True,
+        description="Modules see what the layer's quantized modules before them make; otherwise what the layer's own "
+        "weights make, and the next layer sees the quantized ones.",
+    )
     block_size: int = Field(128, ge=1, description="Columns between lazy updates of the rest.")
     damp_percent: float = Field(
         0.05,
@@ -109,6 +131,7 @@ class GPTQConfig(_Grid):
         description="Modules that saw fewer calibration tokens than this share of all, or than 16, are rounded to nearest "
         "instead.",
     )
+    dynamic: Annotated[tuple[GPTQRule, ...], AsList] = Field((), description=module_rules.DESCRIPTION)
     checkpoint_format: Literal["gptq", "gptq_v2", "compressed-tensors"] = Field(
         "gptq",
         description="Layout of the export: `gptq` stores zero points minus one, `gptq_v2` as they are; "
@@ -171,6 +194,7 @@ class RTNConfig(_Grid):
     """Round to nearest: no calibration, no chain between layers."""
 
     method: Literal["rtn"] = Field("rtn", description="Round to nearest, without calibration data.")
+    dynamic: Annotated[tuple[GridRule, ...], AsList] = Field((), description=module_rules.DESCRIPTION)
     checkpoint_format: Literal["gptq", "gptq_v2", "compressed-tensors", "awq"] = Field(
         "gptq",
         description="Layout of the export, as for gptq; or `awq` (4 bits), the gemm layout of AWQ.",
@@ -202,6 +226,7 @@ class AWQConfig(_Quantization):
         allow_inf_nan=False,
         description="Modules that saw fewer calibration tokens than this share of all are rounded to nearest instead.",
     )
+    dynamic: Annotated[tuple[SkipRule, ...], AsList] = Field((), description=module_rules.DESCRIPTION)
     checkpoint_format: Literal["awq", "compressed-tensors"] = Field(
         "awq", description="Layout of the export: `awq` (gemm), or `compressed-tensors` (4 and 8 bits)."
     )
@@ -247,6 +272,7 @@ class FP8Config(_Quantization):
     granularity: Literal["tensor", "row", "block"] = Field(
         "row", description="What shares a scale: a whole matrix, an output channel, or a block of 128 x 128 weights."
     )
+    dynamic: Annotated[tuple[SkipRule, ...], AsList] = Field((), description=module_rules.DESCRIPTION)
     checkpoint_format: Literal["compressed-tensors", "fp8"] = Field(
         "compressed-tensors",
         description="Layout of the export: `compressed-tensors` (float-quantized), or `fp8`, the fine-grained layout of "
@@ -285,6 +311,7 @@ class BitsAndBytesConfig(_Quantization):
     compute_dtype: Literal["float32", "float16", "bfloat16"] = Field(
         "bfloat16", description="What a reader multiplies nf4 and fp4 weights in; it does not change the weights."
     )
+    dynamic: Annotated[tuple[SkipRule, ...], AsList] = Field((), description=module_rules.DESCRIPTION)
 
 
 class EoRAConfig(_Frozen):
@@ -314,6 +341,7 @@ class GGUFConfig(_Quantization):
         False,
         description="Weigh each weight's error by the mean square of its input column over the calibration tokens.",
     )
+    dynamic: Annotated[tuple[GGUFRule, ...], AsList] = Field((), description=module_rules.DESCRIPTION)
 
 
 class EXL3Config(_Quantization):
@@ -488,6 +516,12 @@ class QuantizationJob(_Frozen):
         description="Memory that each device, or the host where it computes, may use (`24GB`, `16GiB`, or bytes); all "
         "that it has, unless given. Fewer experts are quantized side by side then, with the same result.",
     )
+    hidden_states_limit: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Memory that the calibration samples may take while they pass through a layer (`8GB`, or 0). Beyond it "
+        "their hidden states lie in the checkpoint's directory and enter a layer one batch at a time, which takes longer, "
+        "with the same result. Without it: beyond what is left of the memory limit, or of the memory that there is.",
+    )
     offload_directory: PathText | None = Field(
         None, description="Scratch that `checkpoint.path=auto` may use as its root."
     )
@@ -497,22 +531,22 @@ class QuantizationJob(_Frozen):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return _without_unsupported(data)
+        return _without_unsupported(data, (), "by a job (some methods have it in `quantization`)")
 
     @field_validator("quantization", mode="before")
     @classmethod
     def _gptq_unless_named(cls, quantization: Any) -> Any:
         return {"method": "gptq", **quantization} if isinstance(quantization, dict) else quantization
 
-    @field_validator("memory_limit", mode="before")
+    @field_validator("memory_limit", "hidden_states_limit", mode="before")
     @classmethod
-    def _bytes_of_text(cls, limit: Any) -> Any:
+    def _bytes_of_text(cls, limit: Any, info: ValidationInfo) -> Any:
         """`24GB` as people write it is 24000000000."""
         if not isinstance(limit, str) or limit.isdecimal():
             return limit
         match = MEMORY_SIZE.fullmatch(limit.strip())
         if match is None:
-            raise ValueError(f"memory_limit {limit!r} is no size; write `24GB`, `16GiB`, or bytes")
+            raise ValueError(f"{info.field_name} {limit!r} is no size; write `24GB`, `16GiB`, or bytes")
         binary = 1024 if match["binary"] else 1000
         return int(float(match["number"]) * binary ** ("KMGT".index(match["unit"].upper()) + 1))
 

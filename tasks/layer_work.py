@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tasks import running
 from tasks.adapters import LayerAdapter
 from tasks.execution_plan import LANES
+from tasks.hidden_states import Held
 from tasks.schemes import Prepared, Rows, Statistic, UnitRows
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ class LayerWork:
         self.failed_slot: int | None = None
         self.outcomes: dict[tuple[str, ...], Prepared] = {}
         self.quantized: dict[str, Rows] = {}
-        self.outputs: dict[int, Tensor] = {}
+        self.outputs: dict[int, Held] = {}
         # Norms and biases that differ from the source's, under their full names.
         self.folded: dict[str, Tensor] = {}
         # What the shards share while they look for scales (`tasks.scaled_shard.LayerScaling`).

@@ -76,6 +76,8 @@ class Plan:
     calibration_samples: int  # at most; 0 where the method needs none
     calibration_tokens: int  # at most
     continuation_bytes: int  # hidden states that one generation holds, at most
+    samples_bytes: int  # what all samples take while they pass through a layer in memory, at most
+    spills: bool  # whether they lie in files instead and pass one batch at a time
     spaces: tuple[DiskSpace, ...]
     memory: Memory
     notes: tuple[str, ...]
@@ -154,6 +156,8 @@ class Plan:
             rows.append(
                 ("calibration", f"at most {self.calibration_samples} samples, {self.calibration_tokens:,} tokens")
             )
+            where = "in files in the checkpoint's directory, one batch at a time" if self.spills else "in memory"
+            rows.append(("", f"{size(self.samples_bytes)} while they pass through a layer: {where}"))
         for space in self.spaces:
             there = f", {size(space.present_bytes)} of it there" if space.present_bytes else ""
             rows.append(

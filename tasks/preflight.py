@@ -6,18 +6,17 @@ Nothing is written, no tensor is read but the scales of an FP8 source, and Prefe
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
-from tasks import adapters
+from tasks import adapters, ruled_modules
 from tasks.calibration import source_problems, tokenizer_problems
 from tasks.calibration_sources import file_of
 from tasks.devices import DevicePool
 from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
+from tasks.memory_estimate import MemoryEstimate
 from tasks.models.decoder import SUPPORTED, Decoder, is_supported
 from tasks.models.layer_names import ROUTERS
 from tasks.models.source import SourceError, SourceModel
@@ -32,12 +31,11 @@ from tasks.places import (
 )
 from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
 from tasks.report import REPORT_FILE
-from tasks.schemes import Scheme, needs_activations, scheme_of
+from tasks.schemes import Scheme, decoder_of, needs_activations, scheme_of
 
 # What a run writes about each module: its part of a record, of manifests, of the report.
 RECORD_BYTES_PER_MODULE = 1000
 REPORT_BYTES_PER_MODULE = 300
-FINITE_CHECK_BYTES = 8 << 20  # beside a tensor that is looked at for NaN
 EXPERT_NUMBER = re.compile(r"(?<=experts)\.\d+\.")
 LAYER_WEIGHT = re.compile(r"(?:.+\.)?layers\.\d+\.(.+)\.weight")
 
@@ -62,7 +60,7 @@ def check(job: QuantizationJob) -> Plan:
     plan = findings.plan()
     if plan is not None:
         findings.problems += space_problems(plan.spaces)
-        findings.problems += _memory_problems(plan.memory, plan.devices)
+        findings.problems += _memory_problems(plan.memory, plan.devices, job.memory_limit)
     if plan is None or findings.problems:
         raise PreflightError(findings.problems)
     return plan
@@ -91,7 +89,7 @@ class _Findings:
         try:
             self.source = SourceModel.open(self.job.model)
             self.problems += [f"source `{self.job.model}`: {problem}" for problem in self.source.scale_problems()]
-            self.decoder = Decoder.from_source(self.source)
+            self.decoder = decoder_of(self.job.quantization, self.source)
         except SourceError as error:
             self.problems += [f"source `{self.job.model}`: {problem}" for problem in error.problems]
         if self.source is None:
@@ -135,7 +133,15 @@ class _Findings:
         if self.source is None:
             return
         scheme, shapes = scheme_of(self.job.quantization, self.source), self._linear_shapes()
-        self.problems += scheme.problems(shapes)
+        if self.decoder is None:
+            self.problems += scheme.problems(shapes)
+        else:
+            self.problems += ruled_modules.problems(self.job.quantization, self.decoder)
+            parts: dict[Scheme, dict[str, tuple[int, int]]] = {}
+            for kind in self.decoder.linear_kinds:
+                own = parts.setdefault(scheme.of(kind.modules[0]), {})
+                own[kind.name] = (kind.out_features, kind.in_features)
+            self.problems += dict.fromkeys(problem for part, own in parts.items() for problem in part.problems(own))
         if scheme.scales_layers and self.decoder is not None and self.decoder.has_experts:
             self.problems.append(
                 f"method `{self.job.quantization.method}` scales what enters a layer's experts, which their router reads "
@@ -184,6 +190,8 @@ class _Findings:
         outer_after = scheme.other_bytes(outer_names)
         adapter = self._adapter_bytes(self.decoder)
         layers_after = sum(kind.bytes_after for kind in modules) + carried_after + adapter
+        estimate = MemoryEstimate(self.job, self.decoder, scheme, self.pool, tokens, self._batch_bound(tokens))
+        spills = estimate.spills
         try:
             written = scheme.written_bytes(layers_after, outer_after)
         except ValueError:  # no tokenizer that the file could hold, which is in `problems`
@@ -205,8 +213,10 @@ class _Findings:
             calibration_samples=samples,
             calibration_tokens=tokens,
             continuation_bytes=continuation,
-            spaces=tuple(self._spaces(self.root, layers_after, written, continuation)),
-            memory=self._memory(self.decoder, scheme, self.pool, tokens),
+            samples_bytes=estimate.samples_bytes if estimate.is_chain else 0,
+            spills=spills,
+            spaces=tuple(self._spaces(self.root, layers_after, written, continuation, spills)),
+            memory=estimate.memory(spills=spills),
             notes=tuple(self._notes(self.source, self.decoder, scheme)),
         )
 
@@ -217,7 +227,7 @@ class _Findings:
             for full in kind.modules:
                 bias = source.tensors.get(f"{full}.bias")
                 before += source.stored_bytes(f"{full}.weight") + (bias.size_bytes if bias is not None else 0)
-                after += scheme.module_bytes(full)
+                after += scheme.of(full).module_bytes(full)
             yield ModuleKind(kind.name, kind.out_features, kind.in_features, len(kind.modules), before, after)
 
     def _adapter_bytes(self, decoder: Decoder) -> int:
@@ -246,68 +256,22 @@ class _Findings:
                 return samples, min(samples * length, 2 * path.stat().st_size + length)
         return samples, samples * length
 
-    def _spaces(self, root: Path, layers: int, written: int, continuation: int) -> Iterator[DiskSpace]:
+    def _batch_bound(self, tokens: int) -> int:
+        """Tokens of one batch, padding included, at most."""
+        config = self.calibration
+        return 0 if config is None else min(tokens, config.batch_size * (config.concat_size or config.sequence_length))
+
+    def _spaces(self, root: Path, layers: int, written: int, continuation: int, spills: bool) -> Iterator[DiskSpace]:
         assert self.decoder is not None
         modules = sum(len(kind.modules) for kind in self.decoder.linear_kinds)
         # One generation more than is kept lies there while the newest is published; layers are shared by all.
-        generations = self.job.checkpoint.keep_last + 1
+        # Spilled hidden states, those that enter a layer and those that leave it, are as large again.
+        generations = self.job.checkpoint.keep_last + (3 if spills else 1)
         needed = layers + generations * continuation + modules * RECORD_BYTES_PER_MODULE
         yield space_at("checkpoint", root, needed, bytes_of_objects(root))
         is_finished = os.path.isfile(self.output / REPORT_FILE)
         needed = 0 if is_finished else written + modules * REPORT_BYTES_PER_MODULE
         yield space_at("output", self.output, needed, 0)
-
-    def _memory(self, decoder: Decoder, scheme: Scheme, pool: DevicePool, tokens: int) -> Memory:
-        """Everything that is alive at once in a layer's widest stage, or while what lies outside the layers is exported."""
-        device = pool.devices[0]
-        tensors = decoder.source.tensors
-        is_chain = self.calibration is not None
-        itemsize = decoder.compute_dtype(device.torch_device).itemsize if is_chain else decoder.source_dtype.itemsize
-        layer = max(
-            sum(prod(tensors[name].shape) for name in decoder.layer_tensor_names(i)) * itemsize
-            for i in range(decoder.layer_count)
-        )
-        kinds = decoder.layers_of_each_kind
-        widths = [[decoder.linear_shapes(i)[subset[0]][1] for subset in decoder.subsets(i)] for i in kinds]
-        widest = max(map(max, widths))
-        statistics = max(map(scheme.statistics_bytes, widths))
-        if self.job.adapter is not None:
-            statistics += adapters.root_bytes(widest)
-        hidden_size = decoder.config.hidden_size
-        # The residual and the input of the last linear of every batch, in the dtype that is computed in.
-        activations = tokens * (hidden_size + widest) * itemsize
-        between_layers = 2 * tokens * hidden_size * decoder.source_dtype.itemsize
-        slots = len(pool.devices)
-        # Whole modules: read in the source's dtype, the largest ones at the same time on as many devices.
-        shapes = [shape for i in kinds for shape in decoder.linear_shapes(i).values()]
-        quantizing = sorted(
-            (n * k * decoder.source_dtype.itemsize + scheme.working_bytes(n, k) for n, k in shapes), reverse=True
-        )
-        if scheme.quantizes_units:
-            quantizing = [0]
-        loaded = layer if is_chain else 0
-        least = loaded + statistics + quantizing[0]
-        on_device = least + activations // slots
-        # Codes of the whole layer, a byte each, and what they are packed into.
-        host = 2 * max(sum(n * k for n, k in decoder.linear_shapes(i).values()) for i in kinds) + between_layers
-        if device.type == "cpu":
-            host += slots * loaded + statistics + activations + sum(quantizing[:slots])
-        outer = decoder.outer_tensor_names
-        largest = max(tensors[name].size_bytes for name in outer)
-        host = max(host, largest + FINITE_CHECK_BYTES, scheme.outer_peak_bytes(outer))
-        if is_chain:  # before the first layer the embedding is loaded, and nothing else but what it makes
-            host = max(host, largest + between_layers)
-        limit = self.job.memory_limit or sys.maxsize
-        host_total = DevicePool.resolve(("cpu",)).devices[0].memory_bytes
-        return Memory(
-            layer_bytes=layer,
-            statistics_bytes=statistics,
-            least_bytes=least,
-            device_peak_bytes=on_device,
-            device_total_bytes=min(limit, *(slot.memory_bytes for slot in pool.devices)),
-            host_peak_bytes=host,
-            host_total_bytes=min(limit, host_total) if device.type == "cpu" else host_total,
-        )
 
     def _notes(self, source: SourceModel, decoder: Decoder, scheme: Scheme) -> Iterator[str]:
         if source.layout is not None:
@@ -316,7 +280,9 @@ class _Findings:
                 f"{str(decoder.source_dtype).removeprefix('torch.')} as they are read, and what is left unquantized is "
                 f"exported so"
             )
-        yield from scheme.notes()
+        own = {scheme.of(kind.modules[0]): None for kind in decoder.linear_kinds}
+        yield from dict.fromkeys(note for part in own for note in part.notes())
+        yield from ruled_modules.notes(self.job.quantization, decoder)
         if self.job.adapter is not None:
             yield from adapters.notes(self._linear_shapes())
         yield from scheme.layer_notes(decoder)
@@ -340,11 +306,14 @@ def _family_problems(model: str) -> list[str]:
     return [f"source `{model}`: its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}"]
 
 
-def _memory_problems(memory: Memory, devices: tuple[str, ...]) -> Iterator[str]:
+def _memory_problems(memory: Memory, devices: tuple[str, ...], limit: int | None) -> Iterator[str]:
     """Only what is sure to fail: what a device holds at once whatever the calibration."""
     if memory.least_bytes > memory.device_total_bytes:
         held = "the largest layer and its statistics need" if memory.statistics_bytes else "the largest module needs"
-        yield (
-            f"{held} {size(memory.least_bytes)} of memory, {devices[0]} has {size(memory.device_total_bytes)}; use a "
-            f"device with more memory, or raise memory_limit"
-        )
+        total = size(memory.device_total_bytes)
+        if limit is not None and memory.device_total_bytes == limit:
+            yield f"{held} {size(memory.least_bytes)} of memory, memory_limit leaves {total}; raise it"
+        else:
+            yield (
+                f"{held} {size(memory.least_bytes)} of memory, {devices[0]} has {total}; use a device with more memory"
+            )

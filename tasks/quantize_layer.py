@@ -141,7 +141,7 @@ def pack(run: running.Run, work: LayerWork) -> dict[str, Tensor]:
         bias = work.folded.get(f"{full}.bias")
         if bias is None and f"{full}.bias" in run.source.tensors:
             bias = run.source.load([f"{full}.bias"])[f"{full}.bias"]
-        packed |= run.scheme.pack(full, rows, bias)
+        packed |= run.scheme.of(full).pack(full, rows, bias)
     return packed
 
 

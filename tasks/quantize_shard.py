@@ -11,8 +11,8 @@ The shards of a layer run side by side, one thread each for the whole layer (a p
 meet at barriers. One that fails breaks the barrier, so that no sibling waits for ever; the first real error is the one told.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,12 +24,14 @@ from tasks import running
 from tasks.adapters import LayerAdapter
 from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.expert_groups import cost, group_size, quantize_subset
+from tasks.hidden_states import loaded
 from tasks.layer_work import LayerWork, lane_batches, rows_of, shares, weight_of
 from tasks.methods.gptq import HessianError
 from tasks.methods.grid import WeightError
+from tasks.methods.hessian import spans
 from tasks.models.experts import group_experts
 from tasks.models.staged import StagedForward
-from tasks.schemes import Prepared, Statistic
+from tasks.schemes import Prepared, Scheme, Statistic
 
 
 @task(name="quantize-shard", task_run_name="layer {layer} device {device}", persist_result=False, cache_policy=NO_CACHE)
@@ -70,15 +72,20 @@ class Shard:
             self._check_weights(module)
         # An adapter is made subset by subset.
         size = group_size(self.run, self.work.layer) if self.work.adapter is None else 1
-        group_experts(module, size)
+        group_experts(module, size or 1)  # experts that are left as they are run one by one
         stages = decoder.stages(self.work.layer, size)
         in_order = [subset for stage in stages for subset in stage]
-        with StagedForward(module, in_order, self._calls(), stages) as staged:
+        past: tuple[tuple[str, ...], ...] = ()
+        rewinds = self._rewinds
+        with StagedForward(module, in_order, self._calls(), stages, rewinds=rewinds) as staged:
             for stage in stages:
                 for subset in stage:
                     self._sum_up(staged, subset)
                     # Subset by subset: no more lanes than one subset's wait for others.
                     self.work.meet()
+                if not rewinds:
+                    self._let_go(module, past)
+                past = stage
                 if len(stage) > 1:
                     self._quantize_group(module, stage)
                     continue
@@ -94,20 +101,42 @@ class Shard:
                         self._replace_weights(module, subset)
                 # Every device has taken it: what is largest must not lie under the next subset's sums.
                 self.work.prepared = None
+            if scheme.is_sequential:
+                self._hand_on(staged)
+                return
+        # Nothing in the layer has seen a quantized weight; the next layer must.
+        for subset in self.subsets:
+            self._put_quantized(module, subset)
+        with StagedForward(module, (), self._calls()) as staged:
             self._hand_on(staged)
 
-    def _calls(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
+    def _let_go(self, module: nn.Module, stage: tuple[tuple[str, ...], ...]) -> None:
+        """Drop the weights of a stage that all calls are past: the last statistic is the largest, and needs the room."""
+        for subset in stage:
+            for name in subset:
+                weight = weight_of(module, name)
+                weight.data = weight.new_empty(0)
+
+    def _calls(self) -> Iterable[tuple[Tensor, dict[str, object]]]:
         """One by one: a batch's mask and rotary tables live no longer than its forward needs them."""
-        return (self._call(batch) for _, batch in self.batches)
+        return _Calls(self)
+
+    @property
+    def _rewinds(self) -> bool:
+        """Whether batches pass through the layer one at a time, where all together would not fit.
+
+        Not through experts: each has a statistic of its own, and would ask for a pass of its own.
+        """
+        return self.run.spills and not self.run.decoder.experts(self.work.layer)
 
     def _hand_on(self, staged: StagedForward) -> None:
         """Run this device's batches to their end, for the next layer."""
-        for (_, batch), hidden in zip(self.batches, staged.finish(), strict=True):
-            self.work.outputs[batch] = self._rounded(hidden)
+        for (_, batch), hidden in zip(self.batches, staged.outputs(), strict=True):
+            self.work.outputs[batch] = self.run.held(self._rounded(hidden))
 
     def _call(self, batch: int) -> tuple[Tensor, dict[str, object]]:
         """A batch's hidden states on this device and the other arguments of the layer."""
-        source = self.run.hidden[batch]
+        source = loaded(self.run.hidden[batch])
         hidden = source.to(self.device)
         if self.run.hidden_is_restored and not torch.equal(_bits(hidden.cpu()), _bits(source)):
             raise RuntimeError(
@@ -167,7 +196,10 @@ class Shard:
         running.return_freed_memory()
         if (adapter := self._observing_adapter) is not None:
             total = adapter.prepare(total, self._full(subset[0]))
-        return self.run.scheme.prepare(total, self.run.calibration_tokens, self._full(subset[0]))
+        return self._scheme_of(subset).prepare(total, self.run.calibration_tokens, self._full(subset[0]))
+
+    def _scheme_of(self, subset: tuple[str, ...]) -> Scheme:
+        return self.run.scheme.of(self._full(subset[0]))
 
     def _state_here(self) -> Any:
         prepared = self.work.prepared
@@ -177,11 +209,11 @@ class Shard:
         """Quantize this device's units of the subset, then put what a loader will see into this device's module."""
         work = self.work
         weights = {name: weight_of(module, name) for name in subset}
-        self._quantize_units(list(weights.values()), self._state_here())
+        self._quantize_units(subset, list(weights.values()), self._state_here())
         work.meet()
         if work.diverged:
             # All or none: siblings that a loader fuses keep one layout, and no result depends on who came first.
-            self._quantize_units(list(weights.values()), None)
+            self._quantize_units(subset, list(weights.values()), None)
             work.meet()
         if self.number == 0:
             work.collect(subset, [len(weight) for weight in weights.values()])
@@ -200,7 +232,7 @@ class Shard:
                 prepared = replace(prepared, state=prepared.state.to(self.device))
             if scheme.quantizes_units:
                 weights = [weight_of(module, name) for name in subset]
-                modules, prepared = quantize_subset(scheme, weights, prepared, UNIT_ROWS)
+                modules, prepared = quantize_subset(self._scheme_of(subset), weights, prepared, UNIT_ROWS)
                 for name, rows in zip(subset, modules, strict=True):
                     work.keep(name, rows)
             else:
@@ -213,11 +245,12 @@ class Shard:
             for subset in stage:
                 self._replace_weights(module, subset)
 
-    def _quantize_units(self, weights: list[Tensor], state: Any) -> None:
+    def _quantize_units(self, subset: tuple[str, ...], weights: list[Tensor], state: Any) -> None:
+        scheme = self._scheme_of(subset)
         for unit in range(self.number, -(-sum(map(len, weights)) // UNIT_ROWS), self.work.device_count):
             weight_NK = rows_of(weights, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
             try:
-                self.work.units[unit] = self.run.scheme.quantize_unit(weight_NK, state)
+                self.work.units[unit] = scheme.quantize_unit(weight_NK, state)
             except HessianError as error:
                 self.work.diverged[unit] = str(error)
 
@@ -231,7 +264,7 @@ class Shard:
         work.meet()
         if self.number == 0:
             for subset in subsets:
-                work.outcomes.setdefault(subset, self.run.scheme.prepare(None, 0, self._full(subset[0])))
+                work.outcomes.setdefault(subset, self._scheme_of(subset).prepare(None, 0, self._full(subset[0])))
         work.meet()
 
     def _quantize_module(self, name: str, state: Any) -> float:
@@ -239,7 +272,7 @@ class Shard:
         full = self._full(name)
         weight_NK = self.run.source.load([f"{full}.weight"], self.device)[f"{full}.weight"]
         try:
-            rows = self.run.scheme.quantize(full, weight_NK, state)
+            rows = self.run.scheme.of(full).quantize(full, weight_NK, state)
         except WeightError as error:
             raise WeightError(f"`{full}`: {error}") from error
         self.work.keep(name, rows)
@@ -248,26 +281,48 @@ class Shard:
         return rows.loss
 
     def _replace_weights(self, module: nn.Module, subset: tuple[str, ...]) -> None:
-        """Put what a loader will see into this device's module; before that, make its share of the adapter."""
+        """Make this device's share of the adapter, then put what a loader will see into its module, unless that waits."""
         work = self.work
-        quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}
         if work.adapter is not None:
+            quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}
             costs = {name: self.shapes[name][0] * self.shapes[name][1] for name in subset}
             for name in shares(costs, work.device_count)[self.number]:
                 work.adapter.compensate(name, weight_of(module, name), quantized[name].dequantize())
+        if self.run.scheme.is_sequential:
+            self._put_quantized(module, subset)
+
+    def _put_quantized(self, module: nn.Module, subset: tuple[str, ...]) -> None:
+        quantized: dict[str, Any] = self.work.quantized
         for name in subset:
-            weight_of(module, name).data.copy_(quantized[name].dequantize())
+            weight_NK, rows = weight_of(module, name).data, quantized[name]
+            if not self.run.scheme.quantizes_units:
+                weight_NK.copy_(rows.dequantize())
+                continue
+            for start, stop in spans(
+                0, len(weight_NK), UNIT_ROWS
+            ):  # the whole in float32 would be several times the weight
+                weight_NK[start:stop] = rows.rows(start, stop).dequantize()
 
     def _check_weights(self, module: nn.Module) -> None:
         """Told before anything is spent on the layer, and by name: units know rows only."""
         for name in self.shapes:
             try:
-                self.run.scheme.check(weight_of(module, name))
+                self.run.scheme.of(self._full(name)).check(weight_of(module, name))
             except WeightError as error:
                 raise WeightError(f"`{self._full(name)}`: {error}") from error
 
     def _full(self, name: str) -> str:
         return f"{self.run.decoder.layer_name(self.work.layer)}.{name}"
+
+
+@dataclass
+class _Calls:
+    """The batches of a shard, each made ready as it is asked for; may be gone through again."""
+
+    shard: Shard
+
+    def __iter__(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
+        return (self.shard._call(batch) for _, batch in self.shard.batches)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ that is pickled by value would take a copy along.
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +21,7 @@ from checkpoint_store.session import CheckpointSession
 from tasks import schemes
 from tasks.calibration import Batch, CalibrationSet
 from tasks.devices import Device, DevicePool
+from tasks.hidden_states import Held, SpilledTensor
 from tasks.job import QuantizationJob
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
@@ -57,8 +58,10 @@ class Run:
     started: float
     resumed_from: int | None = None
     receipts: list[LayerReceipt] = field(default_factory=list)
-    # Hidden states entering the next layer, one tensor per calibration batch, on the CPU in the source's dtype.
-    hidden: list[Tensor] = field(default_factory=list)
+    # Hidden states entering the next layer, one per calibration batch, on the CPU in the source's dtype.
+    hidden: Sequence[Held] = field(default_factory=list)
+    # Whether they lie in files, because they would not fit into memory.
+    spills: bool = False
     # Restored hidden states are compared byte for byte after they reached their device, once.
     hidden_is_restored: bool = False
     layer: int = 0
@@ -66,7 +69,8 @@ class Run:
     lost_slots: set[int] = field(default_factory=set)
     # What the shards of the layer in work share (`tasks.layer_work.LayerWork`).
     work: Any = None
-    _seconds: list[float] = field(default_factory=list)
+    _finished: int = 0  # layers, by this run
+    _finished_seconds: float = 0.0
     _began: float = field(default_factory=time.monotonic)
 
     @property
@@ -110,7 +114,11 @@ class Run:
         assert self.calibration is not None
         return self.calibration.batches[number]
 
-    def replace_hidden(self, hidden: list[Tensor]) -> None:
+    def held(self, hidden: Tensor) -> Held:
+        """A batch's hidden states as this run keeps them: as they are, or written to its scratch directory."""
+        return SpilledTensor(hidden, self.session.scratch) if self.spills else hidden
+
+    def replace_hidden(self, hidden: Sequence[Held]) -> None:
         """Go on to the next layer's inputs; only now may the last layer's go, a retry of it needs them."""
         self.hidden, self.hidden_is_restored = hidden, False
 
@@ -119,14 +127,15 @@ class Run:
 
     def end_layer(self) -> float:
         """Seconds that the layer in work took."""
-        self._seconds.append(time.monotonic() - self._began)
-        return self._seconds[-1]
+        seconds = time.monotonic() - self._began
+        self._finished, self._finished_seconds = self._finished + 1, self._finished_seconds + seconds
+        return seconds
 
     def seconds_left(self) -> float | None:
         """Estimate until the last layer is done; None until this run has finished one."""
-        if not self._seconds:
+        if not self._finished:
             return None
-        each = sum(self._seconds) / len(self._seconds)
+        each = self._finished_seconds / self._finished
         now = min(time.monotonic() - self._began, each)
         return max(0.0, each * (self.decoder.layer_count - self.layer) - now)
 

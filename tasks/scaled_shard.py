@@ -70,7 +70,7 @@ class ScaledShard(Shard):
 
     def _observe(self, module: nn.Module) -> None:
         """The moments of every subset's input, from the layer as the source has it."""
-        with StagedForward(module, self.subsets, self._calls()) as staged:
+        with StagedForward(module, self.subsets, self._calls(), rewinds=self._rewinds) as staged:
             for subset in self.subsets:
                 self._sum_up(staged, subset)
                 self.work.meet()

@@ -43,6 +43,7 @@ from tasks.methods.gptq import ActivationError, HessianError
 from tasks.methods.grid import QuantizedRows, check_finite, check_weight
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
+from tasks.module_rules import ModuleConfigs
 from tasks.places import copied_files
 
 LAYOUTS: dict[str, ModuleType] = {
@@ -146,6 +147,11 @@ def scheme_of(config: Quantization, source: SourceModel, seed: int = 0) -> "Sche
     return GPTQScheme(config, source) if isinstance(config, GPTQConfig) else Scheme(config, source)
 
 
+def decoder_of(config: Quantization, source: SourceModel) -> Decoder:
+    """The source's decoder, in which only what the config's rules quantize, and alike, is taken together."""
+    return Decoder.from_source(source, grouping=ModuleConfigs(config).of if getattr(config, "dynamic", ()) else None)
+
+
 class Scheme:
     """A weight-only method and its layout in safetensors files; the base of the others."""
 
@@ -155,18 +161,33 @@ class Scheme:
     is_one_file = False
     # Whether later linears of a layer see the quantized weights of a method that gets whole modules.
     replaces_weights = False
+    # Whether later linears of a layer see quantized weights before them, or the layer's own.
+    is_sequential = True
 
     def __init__(self, config: Quantization, source: SourceModel, seed: int = 0) -> None:
         self.config = config
         self.source = source
         self.seed = seed
         self.layout: Any = LAYOUTS.get(layout_name(config))
+        self._configs = ModuleConfigs(config)
+        self._schemes: dict[Quantization, Scheme] = {config: self}
         # Whoever listens to what a module that takes long is doing, and how well.
         self.tell: Callable[[str, float | None], None] = lambda what, loss: None
 
     @property
     def needs_activations(self) -> bool:
         return needs_activations(self.config)
+
+    def of(self, module: str) -> "Scheme":
+        """The scheme of the module of this full name, which is quantized, by the config's rules."""
+        if not getattr(self.config, "dynamic", ()):
+            return self
+        config = self._configs.of(module)
+        if config is None:
+            raise ValueError(f"`{module}` is left as it is by the config's rules")
+        if config not in self._schemes:
+            self._schemes.setdefault(config, scheme_of(config, self.source, self.seed))
+        return self._schemes[config]
 
     # Quantizing
 
@@ -257,7 +278,8 @@ class Scheme:
             for problem in self.layout.problems(name, in_features, out_features, self.config):
                 complaints[problem.removeprefix(f"`{name}`: ")].append(f"`{name}`")
         for complaint, names in complaints.items():
-            yield f"{', '.join(names)} of every layer: {complaint}"
+            layers = "" if any("layer" in name for name in names) else " of every layer"
+            yield f"{', '.join(names)}{layers}: {complaint}"
         if len(complaints) > 1 and isinstance(self.config, GPTQConfig | RTNConfig | AWQConfig):
             fitting = [str(size) for size in gptq_layout.LOADABLE_GROUP_SIZES if self._fits(shapes, size)]
             if self._fits(shapes, -1):
@@ -357,6 +379,7 @@ class GPTQScheme(HessianScheme):
     def __init__(self, config: GPTQConfig, source: SourceModel) -> None:
         super().__init__(config, config, source)
         self.gptq_config = config
+        self.is_sequential = config.true_sequential
 
     def check(self, weight_NK: Tensor) -> None:
         check_weight(weight_NK, self.gptq_config)
@@ -429,4 +452,8 @@ def _setting(name: str, value: Any) -> str:
         return "double quantization" if value else ""
     if name == "apply_clip":
         return "clipped" if value else ""
+    if name == "dynamic":
+        return f"{len(value)} rule{'s' * (len(value) > 1)} for modules" if value else ""
+    if name == "true_sequential":
+        return "" if value else "layers at once"
     return str(value) if name in ("fp8_format", "quant_type", "codebook") else ""

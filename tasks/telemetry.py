@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from prefect.events import emit_event
-from torch import Tensor
 
 from checkpoint_store.session import CheckpointEvent
+from tasks.hidden_states import Held
 
 EVENT_PREFIX = "prefect-quantize.checkpoint"
 # What the store calls it -> what an automation listens for; the rest is for the log only.
@@ -63,7 +63,7 @@ def failed(logger: Logger, root: Path, error: BaseException, *, device: bool) ->
         logger.info("telemetry failure %s", json.dumps(detail, sort_keys=True))
 
 
-def tensors(logger: Logger, kind: str, held: Sequence[Tensor], *, device: bool) -> None:
+def tensors(logger: Logger, kind: str, held: Sequence[Held], *, device: bool) -> None:
     """Log where tensors are and of what shape and dtype, when `device` is on."""
     if device:
         placed = Counter((str(tensor.device), str(tensor.dtype), tuple(tensor.shape)) for tensor in held)

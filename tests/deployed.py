@@ -167,6 +167,16 @@ def end(process: "subprocess.Popen[bytes]", number: int) -> None:
     process.wait(PATIENCE_SECONDS)
 
 
+@contextmanager
+def halted(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """The process stands still while the context lasts: silent, and not dead."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
 def flow_process(under: "subprocess.Popen[bytes]") -> int:
     """The process that runs the flow: the lowest one below a worker or `serve`."""
     below = descendants(under.pid)

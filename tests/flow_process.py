@@ -1,9 +1,14 @@
-"""Runs one job in a process of its own and kills it with SIGKILL at a named moment: `flow_process.py JOB_JSON MOMENT`.
+"""Runs jobs, each in a process and session of its own that kills itself with SIGKILL at a named moment.
+
+It imports the flow once, which takes longer than a tiny run, and then forks a process for each line `[job, moment, file]`
+of JSON on its input. It writes the process id at once, and the exit code, negative for a signal, when that has ended. What
+the process says goes to the file.
 
 Moments: `inside a layer`, `between object and manifest`, `between manifest and CURRENT`, `during export`, or `never`. The
 first three mean those of the second layer and its generation. Every layer whose body runs is a line on standard output.
 """
 
+import json
 import os
 import signal
 import sys
@@ -78,6 +83,22 @@ def arrange(moment: str) -> None:
     Export.add_pieces = maybe_die_within_a_file  # type: ignore[method-assign]
 
 
+def main() -> None:
+    for line in sys.stdin:
+        job, moment, file = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            os.setsid()
+            with Path(file).open("wb") as told:
+                os.dup2(told.fileno(), 1)
+                os.dup2(told.fileno(), 2)
+            arrange(moment)
+            quantize_model(QuantizationJob.model_validate_json(job))
+            return  # and ends as every interpreter does
+        print(process, flush=True)
+        _, status = os.waitpid(process, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
 if __name__ == "__main__":
-    arrange(sys.argv[2])
-    quantize_model(QuantizationJob.model_validate_json(sys.argv[1]))
+    main()

@@ -15,9 +15,8 @@ from tasks import calibration, quantize_layer, quantize_shard, running
 from tasks.devices import DevicePool
 from tasks.job import QuantizationJob
 from tasks.layer_work import LayerWork
-from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
-from tasks.schemes import needs_activations
+from tasks.schemes import decoder_of, needs_activations
 from tests.flow_jobs import tiny_job
 
 
@@ -25,7 +24,7 @@ from tests.flow_jobs import tiny_job
 def open_run(job: QuantizationJob) -> Iterator[running.Run]:
     """The state that the flow sets up for its tasks, up to the first layer."""
     source = SourceModel.open(job.model)
-    decoder = Decoder.from_source(source)
+    decoder = decoder_of(job.quantization, source)
     samples = None
     if needs_activations(job.quantization):
         assert job.calibration is not None

@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import logging
 import signal
+import time
 from pathlib import Path
 from typing import Any, get_args
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterFlowRunId,
@@ -18,8 +21,10 @@ from prefect.client.schemas.objects import Artifact
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Pending
 
-from tasks.artifacts import duration
+from tasks import artifacts as artifacts_module
+from tasks.artifacts import TABLE_PAUSE, Artifacts, duration
 from tasks.job import Quantization
+from tasks.report import LayerReceipt
 from tests.deployed import (
     LAYERS,
     PROJECT,
@@ -183,3 +188,62 @@ def test_the_server_refuses_wrong_values_before_there_is_a_run(
 @pytest.mark.parametrize(("seconds", "text"), [(3.4, "3 s"), (89, "89 s"), (720, "12 min"), (12600, "3.5 h")])
 def test_durations_are_told_in_the_unit_that_fits(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+class _SlowTable:
+    """A client of an API that takes as long for a table as that is large."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, list[Any]] = {"progress": [], "table": []}
+        self.table_seconds: list[float] = []
+
+    def __enter__(self) -> "_SlowTable":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read_artifacts(self, **_: Any) -> list[Artifact]:
+        return []
+
+    def create_artifact(self, made: ArtifactCreate) -> Artifact:
+        self._take(str(made.type), made.data)
+        return Artifact(id=uuid4(), key=made.key, type=made.type)
+
+    def update_artifact(self, _: UUID, changed: ArtifactUpdate) -> None:
+        self._take("table" if isinstance(changed.data, str) else "progress", changed.data)
+
+    def _take(self, kind: str, data: Any) -> None:
+        if kind == "table":
+            rows = json.loads(data)
+            self.table_seconds.append(len(rows) * 5e-5)
+            time.sleep(self.table_seconds[-1])
+            data = len(rows)
+        self.sent[kind].append(data)
+
+
+def test_all_versions_of_the_table_cost_a_share_of_the_run_however_many_layers_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = _SlowTable()
+    monkeypatch.setattr(artifacts_module, "get_client", lambda **_: client)
+    monkeypatch.setattr(artifacts_module, "SECONDS_BETWEEN_UPDATES", 0.0)
+    layer_count = 400
+    receipts = [
+        LayerReceipt(
+            index=i, name=f"layers.{i}", key="", sha256="", size=1, loss=0.0, tokens=1, seconds=1.0, modules=()
+        )
+        for i in range(layer_count - 1)
+    ]
+    began = time.monotonic()
+    with Artifacts(logging.getLogger(), uuid4(), "model", "gptq", "0" * 64) as shown:
+        for finished in range(1, layer_count):
+            shown.show(receipts[:finished], layer_count, None)
+            while client.sent["progress"][-1:] != [100.0 * finished / layer_count]:
+                time.sleep(1e-4)
+    seconds = time.monotonic() - began
+    assert client.sent["table"][-1] == layer_count - 1, "the last version is whole though the run ends early"
+    assert len(client.sent["progress"]) >= layer_count - 1
+    # The one at the end is sent at once, and the pause after the last but one may reach beyond it.
+    *early, _, _ = client.table_seconds
+    assert sum(early) < seconds / TABLE_PAUSE

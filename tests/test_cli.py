@@ -154,7 +154,9 @@ def test_status_verify_and_sweep_tell_what_a_root_holds(finished: Path, tell: Te
     root = finished / "root"
     status = json.loads(tell("status", root, "--json").out)
     assert (status["cursor"], status["layer_count"]) == (LAYERS, LAYERS)
-    assert f"{LAYERS} of {LAYERS} layers finished" in tell("status", root).out
+    told = tell("status", root).out
+    assert f"{LAYERS} of {LAYERS} layers finished" in told
+    assert f"last writer: process {status['last_writer']['pid']} on host " in told and "flow run " in told
     whole = tell("verify", root, "--json")
     assert (whole.code, json.loads(whole.out)["is_whole"]) == (0, True)
     assert "whole" in tell("verify", root, "--rate", 1000).out

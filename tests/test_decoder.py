@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_families import write_tiny
 from tiny_models import write_tiny_llama
 from transformers import AutoModelForCausalLM
 
+from tasks.models.calls import StandIn
 from tasks.models.decoder import SUPPORTED, Decoder
 from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import SourceError, SourceModel
@@ -132,6 +134,14 @@ def test_the_check_names_a_wrong_argument_of_a_layer(tmp_path, monkeypatch):
         check_replay(decoder)
 
 
+def test_the_check_names_a_layer_that_is_called_otherwise_than_the_one_that_stands_for_it(tmp_path, monkeypatch):
+    decoder = decoder_of(write_tiny("gemma3_text", tmp_path / "model"))
+    assert decoder.kinds == (0, 1, 0)
+    monkeypatch.setattr(decoder, "kinds", (0, 0, 0))
+    with pytest.raises(ReplayError, match=r"calls `model\.layers\.1` with other arguments than `model\.layers\.0`"):
+        check_replay(decoder)
+
+
 def test_the_check_names_the_linear_behind_the_first_wrong_step(tmp_path, monkeypatch):
     decoder = decoder_of(write_tiny_llama(tmp_path / "model"))
     honest = Decoder.materialise
@@ -205,6 +215,18 @@ def test_arguments_depend_on_the_batch_alone_and_not_on_the_ones_before(tmp_path
         strict=True,
     ):
         assert torch.equal(mine, yours)
+
+
+def test_the_arguments_of_a_late_layer_take_no_longer_than_those_of_the_first(tmp_path, monkeypatch):
+    decoder = decoder_of(write_tiny_llama(tmp_path / "model", layers=12))
+    made = []
+    honest = StandIn.__init__
+    monkeypatch.setattr(StandIn, "__init__", lambda self, *args: (made.append(self), honest(self, *args))[1])
+    for i in (0, 11):
+        decoder.release()
+        made.clear()
+        decoder.call_arguments(i, torch.zeros(1, 5, 64), None)
+        assert len(made) == 1, f"layer {i}"
 
 
 def test_arguments_follow_the_mask_the_dtype_and_the_shape_of_each_batch(tmp_path):
@@ -335,6 +357,7 @@ def test_peak_memory_does_not_grow_with_the_depth_of_the_model(tmp_path):
     """Layers of 13 MB in float32: six more of them must cost less than one."""
     script = """
 import sys, torch
+from tasks.models.calls import StandIn
 from tasks.models.decoder import SUPPORTED, Decoder
 from tasks.models.source import SourceModel
 decoder = Decoder.from_source(SourceModel.open(sys.argv[1]))

@@ -187,17 +187,18 @@ def test_a_signal_after_the_last_layer_does_not_prevent_the_export(
 
 
 def test_the_second_signal_tells_how_far_and_the_third_gives_up_with_what_is_published(
-    server: PrefectServer, eight_layers: Path, tmp_path: Path, undisturbed: dict[str, str]
+    server: PrefectServer, tmp_path: Path
 ) -> None:
-    job = slow_job(eight_layers, tmp_path, samples=1500)
+    three_layers = write_tiny_llama(tmp_path / "model", layers=3, hidden_size=256, intermediate_size=512)
+    job = slow_job(three_layers, tmp_path, samples=1500)
     run = start(server, job, state=Pending())
     process = engine(server, run)
     wait_until_published(job, 1, server, str(run))
     time.sleep(1)  # the second layer begins at once, and takes many seconds on the fastest machine
     process.send_signal(signal.SIGTERM)
-    wait_for_log(server, str(run), "SIGTERM: stopping after layer 2 of 8")
+    wait_for_log(server, str(run), "SIGTERM: stopping after layer 2 of 3")
     process.send_signal(signal.SIGTERM)
-    wait_for_log(server, str(run), "SIGTERM again: still in layer 2 of 8")
+    wait_for_log(server, str(run), "SIGTERM again: still in layer 2 of 3")
     process.send_signal(signal.SIGTERM)
     assert finish(process) == 0, "the crash is reported to the server, which Prefect takes for handled"
     assert wait_until_final(server, run).name == "Crashed", server.log(str(run))

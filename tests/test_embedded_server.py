@@ -21,6 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_SECONDS = 120
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first server makes a database, which takes longer than all else."""
+    return tmp_path_factory.mktemp("prefect")
+
+
 def _start(script: str, home: Path) -> subprocess.Popen[str]:
     """Python on `script` in a process group of its own, with nothing of Prefect configured and a database in `home`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
@@ -49,7 +55,7 @@ def _wait_until_gone(process: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_run_gets_a_server_that_knows_its_tasks_and_logs_and_is_gone_afterwards(tmp_path: Path) -> None:
+def test_a_run_gets_a_server_that_knows_its_tasks_and_logs_and_is_gone_afterwards(home: Path) -> None:
     script = """
         import os, sqlite3, threading
         from prefect import flow, get_run_logger, task
@@ -78,7 +84,7 @@ def test_a_run_gets_a_server_that_knows_its_tasks_and_logs_and_is_gone_afterward
         print(database.execute("select count(*) from log where message = 'seen in the log'").fetchone()[0])
         print(database.execute("select state_type from task_run").fetchone()[0])
     """
-    out, error = (run := _start(script, tmp_path)).communicate(timeout=PATIENCE_SECONDS)
+    out, error = (run := _start(script, home)).communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == 0, error
     assert "temporary server" not in error  # how Prefect announces one of its own
     server, logged, state = out.split()
@@ -86,7 +92,7 @@ def test_a_run_gets_a_server_that_knows_its_tasks_and_logs_and_is_gone_afterward
     assert not _is_alive(int(server))
 
 
-def test_ctrl_c_to_the_group_spares_the_server_and_a_killed_run_takes_it_along(tmp_path: Path) -> None:
+def test_ctrl_c_to_the_group_spares_the_server_and_a_killed_run_takes_it_along(home: Path) -> None:
     script = """
         import os, signal, time, urllib.request
         interrupts = []
@@ -100,7 +106,7 @@ def test_ctrl_c_to_the_group_spares_the_server_and_a_killed_run_takes_it_along(t
             print(urllib.request.urlopen(url + "/health").status, flush=True)
             time.sleep(3600)
     """
-    run = _start(script, tmp_path)
+    run = _start(script, home)
     assert run.stdout is not None
     server = int(run.stdout.readline())
     os.killpg(run.pid, signal.SIGINT)

@@ -310,6 +310,7 @@ def test_a_second_run_on_a_gpu_waits_and_its_state_says_for_whom(
     monkeypatch.setattr(DevicePool, "resolve", lambda devices: DevicePool((gpu,)))
     monkeypatch.setattr(devices, "LOCK_DIRECTORIES", (str(tmp_path),))
     monkeypatch.setattr(stopping, "outlive_a_lost_slot", lambda: None)  # it is for a process of its own
+    monkeypatch.setattr(stopping, "WAITING_SECONDS", 1)
     job = tiny_job(model, tmp_path)
     with get_client(sync_client=True) as client:
         deployment = client.create_deployment(client.create_flow(quantize_model), "on a GPU")

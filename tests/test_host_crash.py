@@ -19,6 +19,7 @@ from tests.deployed import (
     engine,
     finish,
     flow_process,
+    halted,
     history,
     layer_states,
     layers_published,
@@ -30,6 +31,7 @@ from tests.deployed import (
     wait_until,
     wait_until_final,
     wait_until_published,
+    wait_until_staged,
     worker,
 )
 from tests.flow_jobs import contents
@@ -61,19 +63,21 @@ def test_a_run_whose_host_died_is_brought_back_by_the_automation_and_finishes_un
 def test_a_false_alarm_starts_a_second_process_that_leaves_and_disturbs_nothing(
     server: PrefectServer, eight_layers: Path, tmp_path: Path
 ) -> None:
-    job = slow_job(eight_layers, tmp_path, samples=800)
+    job = slow_job(eight_layers, tmp_path, interval="layer:100")  # so that it is not halted while it sweeps
     run = start(server, job, state=Pending())
     living = engine(server, run)
-    wait_until_published(job, 1, server, str(run))
-    action = host_crash.automation(SILENCE_SECONDS).actions[0]
-    assert isinstance(action, host_crash.ChangeFlowRunState)
-    with server.client() as client:
-        alarm = Scheduled(name=action.name, message=action.message)
-        client.set_flow_run_state(run, alarm, force=action.force)
-    second = server.spawn("second", str(run), module="prefect.engine")
-    waiting = wait_for_state(server, run, "WaitingForRoot")
-    assert job.checkpoint.path in str(waiting.message)
-    assert finish(second) == 0
+    wait_until_staged(job, 2)
+    with halted(living):
+        action = host_crash.automation(SILENCE_SECONDS).actions[0]
+        assert isinstance(action, host_crash.ChangeFlowRunState)
+        with server.client() as client:
+            alarm = Scheduled(name=action.name, message=action.message)
+            client.set_flow_run_state(run, alarm, force=action.force)
+        second = server.spawn("second", str(run), module="prefect.engine")
+        waiting = wait_for_state(server, run, "WaitingForRoot")
+        assert job.checkpoint.path in str(waiting.message)
+        assert finish(second) == 0
+        assert layers_published(job) < LAYERS
     assert finish(living) == 0
     assert wait_until_final(server, run).name == "Completed"
     assert not {"Failed", "Crashed"} & set(history(server, run))
@@ -155,16 +159,18 @@ def test_the_store_alone_decides_when_the_database_is_yesterdays_and_prefects_re
 def test_two_roots_run_side_by_side_and_a_second_run_on_one_root_waits_and_says_for_whom(
     server: PrefectServer, eight_layers: Path, tmp_path: Path
 ) -> None:
-    first, beside = slow_job(eight_layers, tmp_path / "first", samples=800), slow_job(eight_layers, tmp_path / "beside")
+    first, beside = (slow_job(eight_layers, tmp_path / name, interval="layer:100") for name in ("first", "beside"))
     second = first.model_copy(update={"output": str(tmp_path / "second")})
     runs = [start(server, job, state=Pending()) for job in (first, beside, second)]
-    holder = engine(server, runs[0])
-    wait_until_published(first, 1, server, str(runs[0]))
-    assert finish(engine(server, runs[1])) == 0, server.log(str(runs[1]))
-    assert finish(engine(server, runs[2])) == 0, server.log(str(runs[2]))
-    state = read(server, runs[2]).state
-    assert state is not None and state.name == "WaitingForRoot", server.log(str(runs[2]))
-    assert first.checkpoint.path in str(state.message) and str(holder.pid) in str(state.message)
+    holder, other = engine(server, runs[0]), engine(server, runs[1])
+    wait_until_staged(first, 2)
+    with halted(holder):  # it keeps its root for as long as the others take to start
+        assert finish(other) == 0, server.log(str(runs[1]))
+        assert finish(engine(server, runs[2])) == 0, server.log(str(runs[2]))
+        state = read(server, runs[2]).state
+        assert state is not None and state.name == "WaitingForRoot", server.log(str(runs[2]))
+        assert first.checkpoint.path in str(state.message) and str(holder.pid) in str(state.message)
+        assert layers_published(first) < LAYERS
     assert finish(holder) == 0
     assert finish(engine(server, runs[2])) == 0
     assert wait_until_final(server, runs[2]).name == "Completed"

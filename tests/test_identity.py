@@ -55,6 +55,11 @@ MATTERS: dict[str, tuple[Any, str]] = {
             ("checkpoint_format", "gptq_v2", "packed_kernel"),
         )
     },
+    **{
+        f"quantization.{method}.dynamic": ({"-:.*down_proj": {}}, "quantization")
+        for method in ("gptq", "rtn", "awq", "fp8", "bitsandbytes", "gguf")
+    },
+    "quantization.gptq.true_sequential": (False, "quantization"),
     "quantization.awq.bits": (8, "quantization"),
     "quantization.awq.group_size": (64, "quantization"),
     "quantization.awq.sym": (True, "quantization"),
@@ -126,6 +131,7 @@ DOES_NOT_MATTER: dict[str, Any] = {
     "checkpoint.allow_network_filesystem": True,
     "offload_directory": "elsewhere",
     "memory_limit": "24GB",
+    "hidden_states_limit": "1GB",
     "telemetry.device": True,
 }
 
@@ -136,6 +142,9 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         options = typing.get_args(field.annotation) or (field.annotation,)
         if typing.get_origin(field.annotation) is Literal and len(options) == 1:
             continue  # it can't be anything else
+        if typing.get_origin(field.annotation) is tuple:  # a list of rules
+            yield f"{prefix}{name}"
+            continue
         inner = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
         if len(inner) > 1:
             yield f"{prefix}{name}.method"

@@ -31,7 +31,7 @@ def job_of(command: str) -> QuantizationJob:
 def test_every_option_reaches_its_field() -> None:
     job = job_of(
         "MODEL --output OUT --method gptq --bits 3 --group-size 64 --asym --mse 2.4 --format gptq_v2 --desc-act "
-        "--static-groups --block-size 64 --damp-percent 0.1 --damp-increment 0.02 --fallback-tokens 0.01 "
+        "--static-groups --no-true-sequential --block-size 64 --damp-percent 0.1 --damp-increment 0.02 --fallback-tokens 0.01 "
         "--calibration data.jsonl --split test --dataset-name en --column body --samples 32 --sequence-length 512 "
         "--min-length 5 --batch-size 2 --concat-size 256 --concat-separator | --sort desc --checkpoint ROOT "
         "--resume required --interval layer:3 --keep-last 4 --no-strict-device-check --allow-network-filesystem "
@@ -48,6 +48,7 @@ def test_every_option_reaches_its_field() -> None:
             checkpoint_format="gptq_v2",
             desc_act=True,
             static_groups=True,
+            true_sequential=False,
             block_size=64,
             damp_percent=0.1,
             damp_increment=0.02,
@@ -134,7 +135,7 @@ def test_no_field_of_the_job_lacks_an_option() -> None:
     reachable = {action.dest for action in parser._actions}
     methods = {f"quantization.{name}" for model in METHODS.values() for name in model.model_fields if name != "method"}
     others = {f"{section}.{name}" for section, model in SECTIONS.items() for name in model.model_fields}
-    whole = {"model", "output", ".devices", ".memory_limit", ".offload_directory", ".seed"}
+    whole = {"model", "output", ".devices", ".memory_limit", ".hidden_states_limit", ".offload_directory", ".seed"}
     assert methods | others | whole <= reachable
     assert set(QuantizationJob.model_fields) == {name.lstrip(".") for name in whole} | set(SECTIONS) | {"quantization"}
 

@@ -1,11 +1,14 @@
 """A real process is killed with SIGKILL at every kind of moment; the run after it must not show that anything happened."""
 
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prefect.settings import PREFECT_API_URL
@@ -15,6 +18,7 @@ from flows.demo_model import demo_model, shortened
 from flows.quantize_model import quantize_model
 from tasks.job import GGUFConfig, Quantization, QuantizationJob, RTNConfig
 from tasks.output_directory import GGUF_FILE
+from tests.deployed import wait_until
 from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
 from tests.tiny_models import write_tiny_llama
 
@@ -39,12 +43,40 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory, prefect
     return contents(job.output)
 
 
-def start(job: QuantizationJob, moment: str, **options: Any) -> "subprocess.Popen[str]":
+@pytest.fixture(scope="module")
+def processes(prefect_server: None) -> Iterator["subprocess.Popen[bytes]"]:
+    """Makes a process for each job; see flow_process.py."""
     environment = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROCESS), job.model_dump_json(), moment]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
-    )
+    with subprocess.Popen(
+        [sys.executable, str(PROCESS)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class Run:
+    """A process that works on a job, or has died of it."""
+
+    made_by: "subprocess.Popen[bytes]"
+    pid: int
+    told: Path
+
+    @classmethod
+    def of(cls, processes: "subprocess.Popen[bytes]", job: QuantizationJob, moment: str) -> "Run":
+        assert processes.stdin is not None and processes.stdout is not None
+        told = Path(job.output).with_name("told")
+        processes.stdin.write(json.dumps([job.model_dump_json(), moment, str(told)]).encode() + b"\n")
+        return cls(processes, int(processes.stdout.readline()), told)
+
+    def output(self) -> str:
+        return self.told.read_text() if self.told.exists() else ""
+
+    def wait(self) -> int:
+        """The exit code; a process that does not end is killed."""
+        assert self.made_by.stdout is not None
+        if not select.select([self.made_by.stdout], [], [], LIMIT_SECONDS)[0]:
+            os.kill(self.pid, signal.SIGKILL)
+        return int(self.made_by.stdout.readline())
 
 
 @pytest.mark.parametrize(
@@ -57,12 +89,16 @@ def start(job: QuantizationJob, moment: str, **options: Any) -> "subprocess.Pope
     ],
 )
 def test_a_run_after_a_kill_gives_the_bytes_of_an_uninterrupted_one(
-    moment: str, published: int, model: Path, tmp_path: Path, uninterrupted: dict[str, str]
+    moment: str,
+    published: int,
+    model: Path,
+    tmp_path: Path,
+    uninterrupted: dict[str, str],
+    processes: "subprocess.Popen[bytes]",
 ) -> None:
     job = tiny_job(model, tmp_path)
-    killed = start(job, moment)
-    output, _ = killed.communicate(timeout=LIMIT_SECONDS)
-    assert killed.returncode == -signal.SIGKILL, output
+    killed = Run.of(processes, job, moment)
+    assert killed.wait() == -signal.SIGKILL, killed.output()
     assert not Path(job.output).exists()
 
     with layers_run() as ran:
@@ -85,15 +121,19 @@ def test_a_run_after_a_kill_gives_the_bytes_of_an_uninterrupted_one(
     ids=["rtn inside a layer", "gguf within the file"],
 )
 def test_methods_without_a_chain_survive_a_kill_too(
-    quantization: Quantization, moment: str, published: int, told: str, tmp_path: Path
+    quantization: Quantization,
+    moment: str,
+    published: int,
+    told: str,
+    tmp_path: Path,
+    processes: "subprocess.Popen[bytes]",
 ) -> None:
     model = write_tiny_llama(tmp_path / "tiny", layers=LAYERS)
     undisturbed = tiny_job(model, tmp_path / "undisturbed", quantization=quantization)
     quantize_model(undisturbed)
     job = tiny_job(model, tmp_path, quantization=quantization)
-    killed = start(job, moment)
-    output, _ = killed.communicate(timeout=LIMIT_SECONDS)
-    assert killed.returncode == -signal.SIGKILL and told in output, output
+    killed = Run.of(processes, job, moment)
+    assert killed.wait() == -signal.SIGKILL and told in killed.output(), killed.output()
     assert not Path(job.output).exists()
 
     with layers_run() as ran:
@@ -107,21 +147,18 @@ def test_methods_without_a_chain_survive_a_kill_too(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_process_group_publishes_the_layer_in_work_and_raises_checkpoint_stopped(
-    number: int, model: Path, tmp_path: Path, uninterrupted: dict[str, str]
+    number: int, model: Path, tmp_path: Path, uninterrupted: dict[str, str], processes: "subprocess.Popen[bytes]"
 ) -> None:
     job = tiny_job(model, tmp_path, interval="layer:100")
-    process = start(job, "never", start_new_session=True)
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("layer 0"):
-            os.killpg(process.pid, number)
-            break
-    rest, _ = process.communicate(timeout=LIMIT_SECONDS)
-    text = "".join(lines) + rest
-    assert process.returncode == 1 and CheckpointStopped.__name__ in text, text
-    assert "1 of 3 layers published" in text, text
+    process = Run.of(processes, job, "never")
+    try:
+        wait_until(lambda: "layer 0\n" in process.output(), process.output, LIMIT_SECONDS)
+        os.killpg(process.pid, number)
+    finally:
+        code = process.wait()
+    told = process.output()
+    assert code == 1 and CheckpointStopped.__name__ in told, told
+    assert "1 of 3 layers published" in told, told
 
     with layers_run() as ran:
         report = quantize_model(job)

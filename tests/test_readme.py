@@ -39,7 +39,7 @@ def test_the_commands_run_as_they_stand(place: Path, prefect_server: None, capsy
 def test_each_method_runs_with_its_command(
     place: Path, prefect_server: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for line in block("test: methods").splitlines():
+    for line in (block("test: methods") + block("test: rules")).splitlines():
         arguments = shlex.split(line)[1:]
         assert cli.main(arguments) == 0, f"{line}\n{capsys.readouterr().err}"
         assert (place / arguments[arguments.index("--output") + 1] / "quantization_report.json").is_file()

@@ -54,6 +54,35 @@ def test_with_unchanged_weights_it_is_bit_identical_to_the_plain_forward(decoder
     assert_same(run_through(layer, decoder.subsets(0), calls_of(decoder)), plain(layer, calls_of(decoder)))
 
 
+def test_with_rewinding_it_is_bit_identical_too_with_one_call_in_the_layer_at_a_time(decoder):
+    layer, changed = decoder.materialise(0, "cpu"), decoder.materialise(0, "cpu")
+    subsets, alive, most = decoder.subsets(0), weakref.WeakSet(), 0
+
+    class Calls:
+        def __iter__(self):
+            nonlocal most
+            for hidden, arguments in calls_of(decoder):
+                hidden = hidden.clone()
+                alive.add(hidden)
+                most = max(most, len(alive))
+                yield hidden, arguments
+                del hidden, arguments
+
+    def halve(module):
+        return lambda subset, inputs: [module.get_submodule(name).weight.data.mul_(0.5) for name in subset]
+
+    with StagedForward(changed, subsets, Calls(), rewinds=True) as staged:
+        for subset in subsets:
+            seen = 0
+            for _ in staged.advance(subset):
+                seen += 1
+            assert seen == len(LENGTHS)
+            halve(changed)(subset, None)
+        outputs = list(staged.outputs())
+    assert most == 1
+    assert_same(outputs, run_through(layer, subsets, calls_of(decoder), halve(layer)))
+
+
 def test_every_linear_runs_once_per_call_and_gets_the_input_that_was_shown(decoder):
     layer = decoder.materialise(0, "cpu")
     got: dict[str, list[torch.Tensor]] = {name: [] for name in decoder.linear_shapes(0)}

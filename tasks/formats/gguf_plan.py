@@ -19,6 +19,7 @@ from typing import Any
 from tasks.formats.gguf_families import Family, family_of, head_size, rope_parameters
 from tasks.job import GGUFConfig
 from tasks.methods.ggml_blocks import BLOCK_TYPES
+from tasks.module_rules import first, without_effect
 
 # quant_type: (type of most tensors, the number that files have for the mix)
 MIXES = {
@@ -111,23 +112,30 @@ class GGUFPlan:
 def make_plan(config: GGUFConfig, model_config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> GGUFPlan:
     """The plan for a model with this `config.json` and these tensors (a tied head left out).
 
-    ValueError with every problem: tensors that the format has no name for and, where `config.strict`, rows that do not
-    fill the intended blocks.
+    A rule of `config.dynamic` decides about the type of a matrix before the mix does. ValueError with every problem:
+    tensors that the format has no name for, rules that match none and, where `config.strict`, rows that do not fill the
+    intended blocks.
     """
     family = family_of(model_config)
     names = _names(family, model_config["num_hidden_layers"], shapes)
     unknown = [name for name in shapes if name not in names]
     if unknown:
         raise ValueError(
-            f"{len(unknown)} tensors have no name in a {family.architecture} .gguf file: {', '.join(unknown[:10])}; readers of the "
-            f"file would not find them, so this model can't be exported as gguf"
+            f"{len(unknown)} tensors have no name in a {family.architecture} .gguf file: {', '.join(unknown[:10])}; "
+            f"readers of the file would not find them, so this model can't be exported as gguf"
         )
     is_tied = "lm_head.weight" not in shapes
+    matrices = {source: source.removesuffix(".weight") for source, shape in shapes.items() if len(shape) == 2}
+    if problems := list(without_effect(config.dynamic, matrices.values(), "matrix")):
+        raise ValueError("; ".join(problems))
     tensors = []
     for source, shape in shapes.items():
         name = names[source]
         layer = int(match[1]) if (match := _LAYER.match(name)) else None
         intended = _intended(config, name, layer, shape, model_config, is_tied)
+        rule = first(config.dynamic, matrices[source]) if source in matrices else None
+        if rule is not None and rule.type is not None:
+            intended = rule.type
         heads = _heads(name, model_config) if family.rearranges_heads else 0
         offset = family.norm_offset if name.endswith("norm.weight") else 0.0
         actual = _actual(intended, shape)
@@ -215,7 +223,7 @@ def _intended(
 
 def _actual(intended: str, shape: tuple[int, ...]) -> str:
     for candidate in (intended, FALLBACKS.get(intended)):
-        if candidate == "f32" or (candidate and shape[-1] % BLOCK_TYPES[candidate].weights == 0):
+        if candidate in FLOAT_BYTES or (candidate and shape[-1] % BLOCK_TYPES[candidate].weights == 0):
             return candidate
     return "f16"
 

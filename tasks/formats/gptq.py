@@ -198,6 +198,7 @@ def quantization_config(config: Config) -> dict[str, Any]:
         meta |= {
             "act_group_aware": config.act_group_aware,
             "static_groups": config.static_groups,
+            "true_sequential": config.true_sequential,
             "damp_percent": config.damp_percent,
             "damp_auto_increment": config.damp_increment,
         }

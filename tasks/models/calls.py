@@ -3,7 +3,7 @@
 Legend: `B` samples, `T` tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,27 +12,30 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
-class _LayerReached(Exception):
-    """Carries what the model's own forward called a layer with."""
+class _LastReached(Exception):
+    """Ends the model's own forward: it has called the last layer that is asked for."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.call_args, self.call_kwargs = args, kwargs
+
+# What a layer was called with.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StandIn(nn.Module):
-    """Takes a layer's place in the model's forward: hands the hidden states on, or ends the forward with its call."""
+    """Takes a layer's place in the model's forward: notes its call, and hands the hidden states on or ends the forward."""
 
-    def __init__(self, layer: nn.Module, is_last: bool) -> None:
+    def __init__(self, layer: nn.Module, calls: list[Arguments], is_last: bool) -> None:
         super().__init__()
         self._read_attributes_from = (layer,)  # in a tuple: not a submodule
+        self._calls = calls
         self._is_last = is_last
 
     def __getattr__(self, name: str) -> Any:  # a forward may ask its layers for their type
         return getattr(self.__dict__["_read_attributes_from"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._calls.append((args, kwargs))
         if self._is_last:
-            raise _LayerReached(args, kwargs)
+            raise _LastReached
         return args[0] if args else kwargs["hidden_states"]
 
 
@@ -54,17 +57,39 @@ class Call:
         return torch.equal(self.attention_mask, other.attention_mask)
 
 
-def call_of_last(front: PreTrainedModel, **inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def calls_of_stand_ins(
+    front: PreTrainedModel, attribute: str, layers: Sequence[nn.Module], **inputs: Any
+) -> list[Arguments]:
+    """What the model's own forward calls each of its first layers with; `front`'s list of layers is replaced."""
+    calls: list[Arguments] = []
+    last = len(layers) - 1
+    stand_ins = nn.ModuleList(StandIn(layer, calls, number == last) for number, layer in enumerate(layers))
+    setattr(front, attribute, stand_ins)
     try:
         with torch.no_grad():
             front(use_cache=False, **inputs)
-    except _LayerReached as reached:
-        return reached.call_args, reached.call_kwargs
+    except _LastReached:
+        return calls
     raise AssertionError(f"{type(front).__name__} ran without calling its layers")
 
 
 def on_meta(value: Any) -> Any:
     return map_tensors(value, lambda tensor: tensor.to("meta"))
+
+
+def are_equal(value: Any, other: Any) -> bool:
+    """Whether two values are the same, down to the bits of the tensors in their tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return isinstance(other, Tensor) and value.dtype == other.dtype and torch.equal(value, other)
+    if isinstance(value, dict):
+        return (
+            isinstance(other, dict)
+            and value.keys() == other.keys()
+            and all(are_equal(value[k], other[k]) for k in value)
+        )
+    if isinstance(value, (list, tuple)):
+        return isinstance(other, (list, tuple)) and len(value) == len(other) and all(map(are_equal, value, other))
+    return bool(value == other)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -9,6 +9,7 @@ over stand-ins that only hand the hidden states on. Legend: `B` samples, `T` tok
 import copy
 import inspect
 from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tasks.models import fp8_weights
-from tasks.models.calls import Call, StandIn, call_of_last, on_meta
+from tasks.models.calls import Arguments, Call, are_equal, calls_of_stand_ins, on_meta
 from tasks.models.experts import UnfusedExperts
 from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
 from tasks.models.layer_names import LayoutError, is_for_further_tokens, linears, names_in_files, unfuse
@@ -39,6 +40,9 @@ SUPPORTED = frozenset(
 EXPERTS = "eager"
 # Attributes by which the modules of a layer know its place, which makes it no other kind.
 LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
+
+# What a linear, by its full name, is quantized by: those with one answer may be quantized together. None: not at all.
+Grouping = Callable[[str], Hashable | None]
 
 
 def is_supported(model_type: object) -> bool:
@@ -60,7 +64,8 @@ class _Skeleton:
 class LinearKind:
     """The linears of one name and one shape in all layers, together; of all experts too."""
 
-    name: str  # within a layer, `*` for the number of an expert; with its shape where other layers have another under the same name
+    # Within a layer, `*` for the number of an expert; with shape or layers where others have another, or another grouping.
+    name: str
     out_features: int
     in_features: int
     modules: tuple[str, ...]  # full names
@@ -69,8 +74,9 @@ class LinearKind:
 class Decoder:
     """The model of a source: names, shapes and subsets at once, weights a layer at a time. Safe for several threads."""
 
-    def __init__(self, source: SourceModel, model: PreTrainedModel) -> None:
+    def __init__(self, source: SourceModel, model: PreTrainedModel, grouping: Grouping | None = None) -> None:
         self.source = source
+        self._grouping = grouping
         self.config: PreTrainedConfig = model.config
         self.attn_implementation: str = model.config._attn_implementation
         self.model_class = type(model)
@@ -94,7 +100,8 @@ class Decoder:
         self._embedding: nn.Module | None = None
         self._last_calls: dict[torch.device, Call] = {}
         self._skeletons: dict[int, _Skeleton] = {}
-        self._subsets: dict[int, tuple[tuple[str, ...], ...]] = {}
+        self._traced: dict[int, tuple[Subset, ...]] = {}
+        self._subsets: dict[int, tuple[Subset, ...]] = {}
         # Tensors that are another one under a second name, by that other's name.
         in_files = self._outer_in_files
         self._tied = {
@@ -110,9 +117,12 @@ class Decoder:
             raise SourceError(source.path, problems)
 
     @classmethod
-    def from_source(cls, source: SourceModel, attn_implementation: str = "sdpa") -> "Decoder":
+    def from_source(
+        cls, source: SourceModel, attn_implementation: str = "sdpa", grouping: Grouping | None = None
+    ) -> "Decoder":
         """Build the skeleton and compare it with the source's tensors; no tensor is read, but for a doubled head.
 
+        Without `grouping` all linears are quantized, and by one method.
         Families that have no sdpa attention get transformers' eager one.
         Raises SourceError when the family is not supported, the source is quantized in a way that can't be read, or tensors are missing,
         unexpected or of another shape; all in one list.
@@ -140,7 +150,7 @@ class Decoder:
             raise SourceError(source.path, [f"transformers can't build it from `config.json`: {error}"]) from error
         if config.num_hidden_layers < 1:
             raise SourceError(source.path, [f"config.json gives it {config.num_hidden_layers} layers"])
-        return cls(source, model.eval().requires_grad_(False))
+        return cls(source, model.eval().requires_grad_(False), grouping)
 
     # Names
 
@@ -164,7 +174,7 @@ class Decoder:
 
     @cached_property
     def kept_modules(self) -> tuple[str, ...]:
-        """Full names of the matrices in layers, and of what is carried, that are no linears to quantize: routers."""
+        """Full names of the matrices in layers, and of what is carried, that are not quantized: routers, and what rules leave."""
         names = [*self.carried_tensor_names]
         for i in range(self.layer_count):
             linears = self.linear_shapes(i)
@@ -241,8 +251,14 @@ class Decoder:
         """The first layer of each kind."""
         return tuple(dict.fromkeys(self.kinds))
 
+    @cached_property
+    def layers_of_each_arrangement(self) -> tuple[int, ...]:
+        """The first layer of each kind and each choice of linears that are quantized."""
+        first: dict[Any, int] = {}
+        return tuple(dict.fromkeys(first.setdefault((kind, self.subsets(i)), i) for i, kind in enumerate(self.kinds)))
+
     def linear_shapes(self, i: int) -> dict[str, tuple[int, int]]:
-        """(N, K) of every linear of layer `i`, by its name within the layer, in the order of execution."""
+        """(N, K) of every linear of layer `i` that is quantized, by its name within the layer, in order of execution."""
         layer = self._skeleton(i).layer
         return {
             name: (linear.out_features, linear.in_features)
@@ -251,15 +267,34 @@ class Decoder:
             if isinstance(linear := layer.get_submodule(name), nn.Linear)
         }
 
-    def subsets(self, i: int) -> tuple[tuple[str, ...], ...]:
+    def linears_by_input(self, i: int) -> tuple[Subset, ...]:
         """The linears of layer `i` in order of execution, grouped where successive ones get the very same input."""
         kind = self.kinds[i]
-        if kind not in self._subsets:
-            self._subsets[kind] = self._traced_subsets(kind)
-        return self._subsets[kind]
+        if kind not in self._traced:
+            self._traced[kind] = self._traced_subsets(kind)
+        return self._traced[kind]
+
+    def subsets(self, i: int) -> tuple[Subset, ...]:
+        """What is quantized together in layer `i`, in order of execution: linears with one input, and of one grouping."""
+        if self._grouping is None:
+            return self.linears_by_input(i)
+        if i not in self._subsets:
+            prefix, arranged = self.layer_name(i), []
+            for linears_of_input in self.linears_by_input(i):
+                groups: dict[Hashable, list[str]] = {}
+                for name in linears_of_input:
+                    if (group := self._grouping(f"{prefix}.{name}")) is not None:
+                        groups.setdefault(group, []).append(name)
+                arranged += [tuple(names) for names in groups.values()]
+            self._subsets[i] = tuple(arranged)
+        return self._subsets[i]
 
     def experts(self, i: int) -> tuple[tuple[Subset, Subset], ...]:
-        """For each expert of layer `i` its subset before and its subset after the activation; empty for a dense layer."""
+        """For each expert of layer `i` that is quantized its subset before and its subset after the activation."""
+        quantized = set(self.subsets(i))
+        return tuple(pair for pair in self._all_experts(i) if quantized.issuperset(pair))
+
+    def _all_experts(self, i: int) -> tuple[tuple[Subset, Subset], ...]:
         skeleton = self._skeleton(i)
         return tuple(
             (
@@ -274,7 +309,7 @@ class Decoder:
     @property
     def has_experts(self) -> bool:
         """Whether any layer is a mixture of experts."""
-        return any(self.experts(i) for i in self.layers_of_each_kind)
+        return any(self._all_experts(i) for i in self.layers_of_each_kind)
 
     def stages(self, i: int, group_size: int) -> tuple[tuple[Subset, ...], ...]:
         """The subsets of layer `i` in order, those together that are independent: of a group of experts."""
@@ -292,21 +327,28 @@ class Decoder:
 
     @cached_property
     def linear_kinds(self) -> tuple[LinearKind, ...]:
-        """All linears of all layers by name and shape, in the order of execution."""
-        modules: dict[tuple[str, int, int], list[str]] = {}
+        """All linears that are quantized by name, shape and grouping, in the order of execution."""
+        modules: dict[tuple[str, int, int, Hashable], list[str]] = {}
+        layers: dict[tuple[str, int, int, Hashable], list[int]] = {}
         for i in range(self.layer_count):
-            of_experts = {name for pair in self.experts(i) for subset in pair for name in subset}
+            of_experts = {name for pair in self._all_experts(i) for subset in pair for name in subset}
             for name, shape in self.linear_shapes(i).items():
-                label = name
+                label, full = name, f"{self.layer_name(i)}.{name}"
                 if name in of_experts:
                     experts, _, projection = name.rsplit(".", 2)
                     label = f"{experts}.*.{projection}"
-                modules.setdefault((label, *shape), []).append(f"{self.layer_name(i)}.{name}")
-        shapes_of = Counter(name for name, _, _ in modules)
-        return tuple(
-            LinearKind(name if shapes_of[name] == 1 else f"{name} ({n} x {k})", n, k, tuple(full))
-            for (name, n, k), full in modules.items()
-        )
+                key = (label, *shape, self._grouping(full) if self._grouping is not None else None)
+                modules.setdefault(key, []).append(full)
+                if i not in layers.setdefault(key, []):
+                    layers[key].append(i)
+        shapes_of = Counter(name for name, _, _ in {key[:3] for key in modules})
+        groupings_of = Counter(key[:3] for key in modules)
+        kinds = []
+        for key, full_names in modules.items():
+            name, n, k, _ = key
+            told = [f"{n} x {k}"] * (shapes_of[name] > 1) + [_numbers(layers[key])] * (groupings_of[key[:3]] > 1)
+            kinds.append(LinearKind(f"{name} ({', '.join(told)})" if told else name, n, k, tuple(full_names)))
+        return tuple(kinds)
 
     def _traced_subsets(self, i: int) -> tuple[tuple[str, ...], ...]:
         skeleton = self._skeleton(i)
@@ -380,9 +422,9 @@ class Decoder:
             embedding = copy.deepcopy(self._model.get_input_embeddings())
             embedding.load_state_dict({"weight": self.source.load([name])[name]}, assign=True)
             self._embedding = embedding.requires_grad_(False)
-        front = self._front_up_to(0)
+        front = self._copied_front()
         front.set_input_embeddings(self._embedding)
-        args, kwargs = call_of_last(front, input_ids=input_ids.cpu())
+        args, kwargs = self._calls(front, 1, input_ids=input_ids.cpu())[0]
         hidden_BTH: Tensor = args[0] if args else kwargs["hidden_states"]
         return hidden_BTH.to(self.source_dtype)
 
@@ -399,26 +441,39 @@ class Decoder:
         use rather than keep it. Batches of one shape and padding in a row share their tensors: read them only.
         Every answer comes from fresh tables, so it depends on this batch alone.
         """
-        device = hidden_BTH.device
+        # All layers of a kind are called alike (`unlike_calls`), so that the last one costs no more than the first.
+        i, device = self.kinds[i], hidden_BTH.device
         if attention_mask_BT is not None:
             attention_mask_BT = attention_mask_BT.to(device)
         last = self._last_calls.get(device)
         call = Call(i, hidden_BTH.shape, hidden_BTH.dtype, attention_mask_BT, {})
         if last is None or not last.is_like(call):
-            args, kwargs = call_of_last(
-                self._front_up_to(i), inputs_embeds=hidden_BTH, attention_mask=attention_mask_BT
-            )
-            kwargs.update(zip(inspect.signature(self._layers[i].forward).parameters, args, strict=False))
-            kwargs.pop("hidden_states", None)
-            last = self._last_calls[device] = replace(call, arguments=kwargs)
+            front = self._copied_front()
+            calls = self._calls(front, i + 1, inputs_embeds=hidden_BTH, attention_mask=attention_mask_BT)
+            last = self._last_calls[device] = replace(call, arguments=self._by_keyword(i, calls[i]))
         return dict(last.arguments)
 
-    def _front_up_to(self, i: int) -> PreTrainedModel:
-        """The model's own forward, its layers replaced by stand-ins of which the last, number `i`, ends it."""
-        # The copy holds meta tensors and rotary tables, which some families change while they run.
-        front = copy.deepcopy(self._front, {id(self.config): self.config})
-        setattr(front, self._layers_attribute, nn.ModuleList(StandIn(self._layers[j], j == i) for j in range(i + 1)))
-        return front
+    def unlike_calls(self, hidden_BTH: Tensor, attention_mask_BT: Tensor) -> list[tuple[int, int]]:
+        """Layers that the model calls with other arguments than the first of their kind, each with that one: none."""
+        front = self._copied_front()
+        called = self._calls(front, self.layer_count, inputs_embeds=hidden_BTH, attention_mask=attention_mask_BT)
+        arguments = [self._by_keyword(i, call) for i, call in enumerate(called)]
+        return [(i, kind) for i, kind in enumerate(self.kinds) if not are_equal(arguments[i], arguments[kind])]
+
+    def _calls(self, front: PreTrainedModel, count: int, **inputs: Any) -> list[Arguments]:
+        """What the model's own forward calls its first `count` layers with."""
+        return calls_of_stand_ins(front, self._layers_attribute, self._layers[:count], **inputs)
+
+    def _by_keyword(self, i: int, call: Arguments) -> dict[str, Any]:
+        """The arguments of a call of layer `i` by name, without the hidden states."""
+        args, kwargs = call
+        named = {**kwargs, **dict(zip(inspect.signature(self._layers[i].forward).parameters, args, strict=False))}
+        named.pop("hidden_states", None)
+        return named
+
+    def _copied_front(self) -> PreTrainedModel:
+        """The model without its layers: meta tensors and rotary tables, which some families change while they run."""
+        return copy.deepcopy(self._front, {id(self.config): self.config})
 
 
 def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
@@ -428,6 +483,18 @@ def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     options = {"attn_implementation": attention, "experts_implementation": EXPERTS}
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
     return model
+
+
+def _numbers(layers: list[int]) -> str:
+    """`layers 0-3, 5` for 0, 1, 2, 3, 5."""
+    runs: list[list[int]] = []
+    for number in layers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    told = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(told)}"
 
 
 def layer_list(front: nn.Module, layer_count: int) -> tuple[str, nn.ModuleList]:

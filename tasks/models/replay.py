@@ -48,11 +48,25 @@ def check_replay(decoder: Decoder, device: str | torch.device = "cpu") -> None:
     padded = full.clone()
     padded[1, TOKENS // 2 :] = False
     for attention_mask in (full, padded):
+        _refuse_unlike_calls(decoder, attention_mask, device)
         with torch.no_grad(), _recorded(theirs) as expected:
             reference(input_ids.to(device), attention_mask=attention_mask.to(device), use_cache=False)
         with _recorded(ours) as actual:
             _replay(decoder, chosen, ours, input_ids, attention_mask, device)
         _compare(expected, actual)
+
+
+def _refuse_unlike_calls(decoder: Decoder, attention_mask: Tensor, device: str | torch.device) -> None:
+    """ReplayError when the model passes a layer something else than the first of its kind, which stands for it."""
+    shape = (*attention_mask.shape, decoder.config.hidden_size)
+    hidden_BTH = torch.zeros(shape, dtype=decoder.compute_dtype(device), device=device)
+    unlike = decoder.unlike_calls(hidden_BTH, attention_mask.to(device))
+    if unlike:
+        layer, first = (decoder.layer_name(i) for i in unlike[0])
+        raise ReplayError(
+            f"transformers' forward calls `{layer}` with other arguments than `{first}`, which is built alike: this model "
+            f"can't be quantized layer by layer as it is"
+        )
 
 
 def _reference(decoder: Decoder, chosen: tuple[int, ...], dtype: torch.dtype) -> PreTrainedModel:

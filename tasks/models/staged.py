@@ -9,12 +9,15 @@ what the paused forward still needs. At {q,k,v}: the layer's input [B,T,H], the 
 tables; at {o}: the layer's input and the attention's output; at {gate,up}: the residual and the normed residual; at
 {down}: the residual and [B,T,intermediate], the peak. Masks exist only for padded batches (bool, B x T x T).
 
+Where that is too much, calls are rewound instead: one at a time is inside, from its start to the subset, and given up.
+
 Experts (`UnfusedExperts`) are paused a group at a time: what all linears of a group will get is known before the first
 of them runs, so a call waits once, with all these inputs in hand, and the caller takes the group's subsets one by one.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -49,20 +52,27 @@ class StagedForward:
         subsets: Sequence[Sequence[str]],
         calls: Iterable[tuple[Tensor, Mapping[str, Any]]],
         stages: Sequence[Sequence[Sequence[str]]] = (),
+        *,
+        rewinds: bool = False,
     ) -> None:
         """`stages` are the subsets again, those together that are taken from one stand of the calls: of a group of
         experts. Left out, each is taken from a stand of its own.
+
+        With `rewinds` no call waits: each is begun anew for every subset, up to it, and given up again once its input is
+        looked at. So there is one call inside the layer at a time, for about twice the time; `calls` are then iterated
+        over and over.
         """
         self._layer = layer
         self._subsets = tuple(tuple(subset) for subset in subsets)
         self._stage = {subset: number for number, subset in enumerate(self._subsets)}
         self._stage |= {tuple(subset): number for number, stage in enumerate(stages) for subset in stage}
         self._calls: Iterable[tuple[Tensor, Mapping[str, Any]]] = calls
+        self._rewinds = rewinds
         self._linears = {name: layer.get_submodule(name) for subset in self._subsets for name in subset}
         self._released: set[str] = set()
-        self._greenlets: list[greenlet] = []
-        self._paused: list[Waiting | None] = []  # at these linears; None once the call is through
-        self._outputs: list[Tensor | None] = []
+        self._greenlets: dict[int, greenlet] = {}
+        self._paused: dict[int, Waiting] = {}  # at these linears, until the call is through
+        self._outputs: dict[int, Tensor] = {}
         self._thread: int | None = None
 
     def __enter__(self) -> "StagedForward":
@@ -80,12 +90,10 @@ class StagedForward:
             linear.__dict__.pop("forward", None)
         for experts in self._experts():
             experts.announce = None
-        greenlets, self._greenlets = self._greenlets, []
-        self._paused, self._outputs, self._calls = [], [], ()
-        for call in greenlets:
-            if not call.dead:
-                call.parent = getcurrent()
-                call.throw()  # GreenletExit where it stands: its frames, and the tensors in them, go
+        self._calls = ()
+        for index in list(self._greenlets):
+            self._give_up(index)
+        self._outputs.clear()
 
     def advance(self, subset: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
         """Bring every call to `subset`, yielding (number of the call, input [B, T, K]) as each arrives.
@@ -102,53 +110,66 @@ class StagedForward:
             raise RuntimeError(f"{names} is already past: subsets are taken in their order")
         self._released |= before
         for index in self._run():
-            paused = self._paused[index] or {}
+            paused = self._paused.get(index, {})
             name = next((name for name in names if name in paused), None)
             if name is not None:
                 yield index, paused[name][0]
+            del paused
 
     def real_tokens(self, index: int, subset: Sequence[str], mask_BT: Tensor) -> Tensor:
         """The rows [tokens, K] of the input that call `index` waits with at `subset`, less padding.
 
         `mask_BT`, on any device, is True at the call's real tokens.
         """
-        input_BTK, rows = (self._paused[index] or {})[subset[0]]
+        input_BTK, rows = self._paused[index][subset[0]]
         input_TK = input_BTK.reshape(-1, input_BTK.shape[-1])
         if bool(mask_BT.all()):
             return input_TK
         mask_T = mask_BT.reshape(-1).to(input_TK.device)
         return input_TK[mask_T if rows is None else mask_T[rows]]
 
-    def finish(self) -> list[Tensor]:
-        """Run every call to its end and return the layer's outputs [B, T, H], in the order of the calls."""
+    def outputs(self) -> Iterator[Tensor]:
+        """Run each call to its end and yield the layer's output [B, T, H], in the order of the calls."""
         self._released |= set(self._linears)
-        for _ in self._run():
-            pass
-        outputs, self._outputs = self._outputs, []
-        return [output for output in outputs if output is not None]
+        for index in self._run():
+            yield self._outputs.pop(index)
+
+    def finish(self) -> list[Tensor]:
+        """All outputs at once."""
+        return list(self.outputs())
 
     def _run(self) -> Iterator[int]:
         """Run each call as far as the released linears let it, and yield its number."""
         if threading.get_ident() != self._thread:
             raise RuntimeError("a StagedForward runs in the thread that entered it, and only while it is open")
-        if not self._greenlets:
-            for index, (hidden_BTH, arguments) in enumerate(self._calls):
-                self._greenlets.append(greenlet(self._layer))
-                self._paused.append(None)
-                self._outputs.append(None)
+        if self._rewinds or not self._greenlets:
+            numbers = count()  # not enumerate, which keeps the last call's tensors while it asks for the next
+            for hidden_BTH, arguments in self._calls:
+                index = next(numbers)
+                self._greenlets[index] = greenlet(self._layer)
                 self._switch(index, hidden_BTH, **arguments)
                 del hidden_BTH, arguments
                 yield index
-            self._calls = ()
+                if self._rewinds:
+                    self._give_up(index)
+            if not self._rewinds:
+                self._calls = ()
             return
-        for index, paused in enumerate(self._paused):
-            if paused is not None and self._released.issuperset(paused):
-                del paused
+        for index in self._greenlets:
+            if index in self._paused and self._released.issuperset(self._paused[index]):
                 self._switch(index)
             yield index
 
+    def _give_up(self, index: int) -> None:
+        """End a call where it stands: its frames, and the tensors in them, go."""
+        call = self._greenlets.pop(index)
+        self._paused.pop(index, None)
+        if not call.dead:
+            call.parent = getcurrent()
+            call.throw()
+
     def _switch(self, index: int, *args: Any, **kwargs: Any) -> None:
-        self._paused[index] = None
+        self._paused.pop(index, None)
         call = self._greenlets[index]
         call.parent = getcurrent()
         # Grad mode belongs to the thread, not to the greenlet: set around each switch, never across one.
