@@ -62,6 +62,8 @@ def _lost_in_transformers(file: GGUFReader) -> str | None:
     architecture, names = held["general.architecture"], {tensor.name for tensor in file.tensors}
     if architecture not in READ_BY_TRANSFORMERS:
         return f"is of the architecture {architecture}"
+    if f"{architecture}.expert_count" in held:
+        return "is a mixture of experts"
     biases = sorted(name for name in names if name.endswith(".bias"))
     if biases and architecture == "llama":
         return f"holds biases ({biases[0]} and others)"

@@ -155,8 +155,9 @@ class GGUFScheme(Scheme):
 
     def notes(self) -> Iterator[str]:
         family = family_of(self.model_config)
-        if family.architecture not in READ_BY_TRANSFORMERS:
-            yield f"transformers does not read {family.architecture} .gguf files as they are (seen in 5.24.0); llama.cpp does"
+        if family.architecture not in READ_BY_TRANSFORMERS or family.has_experts:
+            what = f"{family.architecture} .gguf files" + " with experts" * family.has_experts
+            yield f"transformers does not read {what} as they are (seen in 5.24.0); llama.cpp does"
         window, context = window_of(self.model_config), context_length(self.model_config)
         if window == context and context < self.model_config.get("max_position_embeddings", 0):
             yield (

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from tasks.formats import gguf as layout
 from tasks.formats.gguf_plan import TensorPlan
@@ -18,6 +18,9 @@ SMOLLM3_ROPE = [1, 1, 1, 0, 1]
 GEMMA3_TYPES = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
+    "mixtral": ("mixtral", {"sliding_window": None}),
+    "olmoe": ("olmoe", {"num_experts": 12, "num_key_value_heads": 4}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [], "num_experts": 12}),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
     "qwen2 tied": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
     "qwen2 linear": (
@@ -80,7 +83,9 @@ def write_gguf(source_path: Path, target: Path, quant_type: Any = "q8_0") -> dic
 
 def dense_of(source_path: Path, dense: dict[str, Tensor]) -> Any:
     """transformers' model with these weights, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(source_path, dtype=torch.float32)
-    missing, unexpected = model.load_state_dict(dense, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    config = AutoConfig.from_pretrained(source_path)
+    model, told = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=dense, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(told.values()), told
     return model.eval()

@@ -45,7 +45,7 @@ class GGUFFile:
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole file."""
-        return len(self.header) + sum(_padded(tensor.size_bytes) for tensor in self.plan.tensors)
+        return len(self.header) + sum(_padded(whole.size_bytes) for whole, _ in self.plan.stored)
 
     def pieces(self, load: Callable[[TensorPlan], Tensor]) -> Iterator[memoryview]:
         """The file from its first byte to its last; `load` gives one encoded tensor at a time, as `encode` made it.
@@ -53,11 +53,12 @@ class GGUFFile:
         ValueError, naming the tensor, for one of another dtype or shape than planned.
         """
         yield memoryview(self.header)
-        for entry in self.plan.tensors:
-            tensor = load(entry)
-            _check_encoded(entry, tensor)
-            yield tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-            yield memoryview(bytes(_padded(entry.size_bytes) - entry.size_bytes))
+        for whole, parts in self.plan.stored:
+            for entry in parts:
+                tensor = load(entry)
+                _check_encoded(entry, tensor)
+                yield tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+            yield memoryview(bytes(_padded(whole.size_bytes) - whole.size_bytes))
 
 
 def problems(model_config: Mapping[str, Any]) -> list[str]:
@@ -156,7 +157,7 @@ def make_file(
     writer.add_file_type(plan.file_type)
     add_metadata(writer, model_config, len(tokenizer.tokens))
     _add_tokenizer(writer, tokenizer)
-    for entry in plan.tensors:
+    for entry, _ in plan.stored:
         number = FLOAT_IDS[entry.actual] if entry.actual in FLOAT_BYTES else BLOCK_TYPES[entry.actual].ggml_id
         raw_type = gguf.GGMLQuantizationType(number)
         # With any dtype but uint8 the shape given is that of the weights, not of the bytes.

@@ -37,6 +37,10 @@ class Family:
     # Whether the head may be the embedding, and whether it may be another tensor: readers want it so.
     can_tie: bool = True
     can_untie: bool = True
+    # Whether every layer is a mixture of experts, and whether the weights of those that a token goes to are divided by
+    # their sum; None where config.json has no word for it.
+    has_experts: bool = False
+    normalizes_experts: bool | None = None
     # Of how many layers in a row all but the last have a sliding window; 0 where no layer has one.
     window_pattern: int = 0
 
@@ -49,6 +53,9 @@ GELU = ("gelu_pytorch_tanh",)
 FAMILIES = {
     "llama": Family("llama", rearranges_heads=True, rope_types=ROPE_TYPES, biases=OF_LLAMA),
     "mistral": Family("llama", rearranges_heads=True),
+    "mixtral": Family("llama", rearranges_heads=True, has_experts=True),
+    "olmoe": Family("olmoe", has_experts=True, normalizes_experts=False, can_tie=False),
+    "qwen3_moe": Family("qwen3moe", has_experts=True, normalizes_experts=True),
     "qwen2": Family("qwen2", biases=QKV),
     "qwen3": Family("qwen3"),
     "phi3": Family("phi3"),
@@ -95,6 +102,22 @@ def problems(model_config: Mapping[str, Any]) -> Iterator[str]:
         else:
             yield f"{readers} take the embedding for the head, and this model has another (tie_word_embeddings)"
     yield from _attention_problems(family, model_config)
+    if family.has_experts:
+        yield from _expert_problems(family, model_config)
+
+
+def _expert_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
+    readers = f"readers of {family.architecture} .gguf files"
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        yield f"{readers} want experts in every layer; this model has dense layers (mlp_only_layers, decoder_sparse_step)"
+    wanted = family.normalizes_experts
+    if wanted is not None and bool(config.get("norm_topk_prob")) != wanted:
+        yield f"{readers} take norm_topk_prob for {str(wanted).lower()}, whatever the file says; this model has it otherwise"
+    heads = config["num_attention_heads"]
+    if family.architecture == "olmoe" and (config.get("num_key_value_heads") or heads) != heads:
+        yield f"{readers} want as many key-value heads as heads; this model has {config['num_key_value_heads']} for {heads}"
+    if config.get("clip_qkv") is not None:
+        yield f"{readers} clip no values of attention; this model does (clip_qkv)"
 
 
 def _attention_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
@@ -136,6 +159,12 @@ def _attention_problems(family: Family, config: Mapping[str, Any]) -> Iterator[s
 
 def _ordinal(number: int) -> str:
     return {2: "second", 4: "fourth", 6: "sixth"}[number]
+
+
+def experts_of(model_config: Mapping[str, Any]) -> int:
+    """How many experts a layer has; 0 for a dense model."""
+    names = ("num_local_experts", "num_experts")
+    return next((model_config[name] for name in names if isinstance(model_config.get(name), int)), 0)
 
 
 def window_of(model_config: Mapping[str, Any]) -> int | None:
@@ -209,6 +238,11 @@ def add_metadata(writer: Any, model_config: Mapping[str, Any], vocab_size: int) 
 
 
 def _add_own(writer: Any, family: Family, config: Mapping[str, Any]) -> None:
+    if family.has_experts:
+        writer.add_expert_count(experts_of(config))
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if family.architecture == "qwen3moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if family.window_pattern and (window := window_of(config)) is not None:
         writer.add_sliding_window(window)
     if family.architecture == "gemma2":
