@@ -128,8 +128,8 @@ class MemoryEstimate:
         for i in decoder.layers_of_each_arrangement:
             shapes = decoder.linear_shapes(i)
             experts = {subset for pair in decoder.experts(i) for subset in pair}
-            # Methods that scale a layer run it once more, and so do samples that pass one batch at a time.
-            keeps = self.scheme.scales_layers or (spills and not experts)
+            # Some methods run a layer once more, and so do samples that pass one batch at a time.
+            keeps = self.scheme.scales_layers or not self.scheme.is_sequential or (spills and not experts)
             weights = self._layer_bytes(i) if self.is_chain else 0
             before, codes, stages = weights, 0, []
             for subset in decoder.subsets(i):

@@ -83,7 +83,7 @@ class Shard:
                     self._sum_up(staged, subset)
                     # Subset by subset: no more lanes than one subset's wait for others.
                     self.work.meet()
-                if not rewinds:
+                if scheme.is_sequential and not rewinds:  # else the layer is run again
                     self._let_go(module, past)
                 past = stage
                 if len(stage) > 1:
