@@ -248,7 +248,7 @@ def test_layouts_without_rules_list_what_is_left_as_it_is(quantization: Quantiza
 
 
 def test_a_gguf_file_gives_matrices_the_types_of_their_rules() -> None:
-    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
     names = [*(f"model.layers.{i}.mlp.{name}_proj" for i in range(2) for name in ("up", "down")), "lm_head"]
     shapes = {f"{name}.weight": (256, 256) for name in [*names, "model.embed_tokens"]} | {"model.norm.weight": (256,)}
     rules = {
