@@ -7,7 +7,7 @@ would be, exported, read back and judged on the first four windows of 512 tokens
 /usr/share/common-licenses; GPTQ, AWQ, ParoQuant and adapters look at quality_calibration.jsonl, 32 excerpts of about 1,000
 characters of other licence texts and of the documentation strings of Python's library. The peer is GPTQModel 7.7.0 on the
 same texts (torch 2.13.0 on the CPU, its defaults: group-aware order, damp_percent 0.05). The command fails when a setting
-loses to the peer. QQQ is not here: the model's width of 576 fills no tile of its kernels.
+loses to the peer. QQQ and EXL3 are not here: the model's width of 576 fills no tile of theirs (see quality_of_tiles.py).
 
 `--directory` keeps exports and checkpoints, so that an interrupted benchmark goes on where it was.
 """
@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -117,31 +118,37 @@ def main() -> int:
     arguments = parser.parse_args()
     if not HELD_OUT.is_file():
         parser.error(f"{HELD_OUT} is not there; take it from Debian's package base-files")
+    settings = [setting for setting in SETTINGS if setting.quantization.method in arguments.methods]
     if arguments.directory is not None:
-        results = measure(arguments.model, arguments.directory.absolute(), arguments.methods)
+        results = measure(arguments.model, arguments.directory.absolute(), settings, PEER_SOURCE)
     else:
         with tempfile.TemporaryDirectory() as directory:
-            results = measure(arguments.model, Path(directory), arguments.methods)
+            results = measure(arguments.model, Path(directory), settings, PEER_SOURCE)
     if arguments.json:
         print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=2))
     else:
-        print("| setting | perplexity | KL | peer | ratio | seconds |\n|---|---|---|---|---|---|")
-        print("\n".join(result.row() for result in results))
+        show(results)
     worse = [result.name for result in results if result.ratio is not None and result.ratio > 1 + NOISE]
     if worse:
         print(f"worse than the peer: {', '.join(worse)}", file=sys.stderr)
     return 1 if worse else 0
 
 
-def measure(model: Path, directory: Path, methods: tuple[str, ...] = METHODS) -> list[Result]:
-    """Quantize with every setting of these methods below `directory` and judge the exports; the source comes first."""
+def show(results: Iterable[Result]) -> None:
+    """Print a Markdown table."""
+    print("| setting | perplexity | KL | peer | ratio | seconds |\n|---|---|---|---|---|---|")
+    print("\n".join(result.row() for result in results))
+
+
+def measure(
+    model: Path, directory: Path, settings: Sequence[Setting], peer_source: float | None = None
+) -> list[Result]:
+    """Quantize with every setting below `directory` and judge the exports; the source comes first."""
     input_ids = torch.tensor(AutoTokenizer.from_pretrained(model)(HELD_OUT.read_text())["input_ids"])
     input_ids = input_ids[: WINDOWS * WINDOW]
     source = dense_model(model)
-    results = [Result("source", perplexity(source, input_ids, WINDOW), None, PEER_SOURCE, None)]
-    for setting in SETTINGS:
-        if setting.quantization.method not in methods:
-            continue
+    results = [Result("source", perplexity(source, input_ids, WINDOW), None, peer_source, None)]
+    for setting in settings:
         report = quantize_model(job(model, directory / setting.name.replace(" ", "-"), setting))
         exported = dense_model(report.output)
         if setting.adapter is not None:

@@ -127,7 +127,7 @@ def _how_far() -> str:
         return "the preparations; no layer is in work"
     left = run.seconds_left()
     estimate = f", about {left:.0f} s to the end of the last" if left is not None else ""
-    return f"layer {run.layer + 1} of {run.decoder.layer_count}{estimate}"
+    return f"layer {run.layer + 1} of {run.decoder.step_count}{estimate}"
 
 
 class LayerFailed(RuntimeError):
@@ -174,7 +174,7 @@ class _Quantization:
                 return self._verified(finished, digest)
             self._refuse_foreign_files()
             self._stop_if_asked(None)
-            with self._open_session(described, decoder.layer_count) as session:
+            with self._open_session(described, decoder.step_count) as session:
                 run = running.Run(
                     job=job, logger=self.logger, root=self.root, output=self.output,
                     model_name=absolute_path(job.model).name, source=source, decoder=decoder, pool=pool, calibration=samples,
@@ -185,7 +185,7 @@ class _Quantization:
                     self._tell_time(run, plan.layers_after // plan.layer_count)
                     self._quantize(run, artifacts)
                     report = export_model(run.model_name)
-                    artifacts.show(run.receipts, decoder.layer_count, None, report)
+                    artifacts.show(run.receipts, decoder.step_count, None, report)
                     return report
 
     def _artifacts(self, run: running.Run) -> Artifacts:
@@ -263,7 +263,7 @@ class _Quantization:
 
     def _quantize(self, run: running.Run, artifacts: Artifacts) -> None:
         """Every layer in order: the finished ones from their records, the others computed and published."""
-        layer_count, cursor = run.decoder.layer_count, run.session.cursor
+        layer_count, cursor = run.decoder.step_count, run.session.cursor
         self.published = cursor
         # Before the first layer: the export would meet it after the last.
         refuse_not_finite(run.source, outer_names(run))
@@ -358,7 +358,7 @@ class _Quantization:
 
     def _publish(self, run: running.Run) -> None:
         """Publish every finished layer while the next one is computed; the session checks that nothing is missing."""
-        finished, layer_count = len(run.receipts), run.decoder.layer_count
+        finished, layer_count = len(run.receipts), run.decoder.step_count
         run.session.publish(
             finished,
             [receipt.name for receipt in run.receipts],
@@ -369,7 +369,7 @@ class _Quantization:
 
     def _look_at_the_clock(self, run: running.Run) -> None:
         """Whether the next layer fits before the deadline, judged by the slowest of the last ones."""
-        if len(run.receipts) < run.decoder.layer_count:
+        if len(run.receipts) < run.decoder.step_count:
             self.stop.look_at_the_clock(max((receipt.seconds for receipt in run.receipts[-4:]), default=None))
 
     def _stop_if_asked(self, run: running.Run | None) -> None:
@@ -386,11 +386,11 @@ class _Quantization:
             run.session.drain()
         if run is None or not (run.receipts or run.session.cursor):
             how_far = "before the first layer; this run published nothing"
-        elif len(run.receipts) == run.decoder.layer_count:
+        elif len(run.receipts) == run.decoder.step_count:
             self.logger.info("%s came after the last layer was published: the export follows", self.stop.name)
             return
         else:
-            how_far = f"with {len(run.receipts)} of {run.decoder.layer_count} layers published"
+            how_far = f"with {len(run.receipts)} of {run.decoder.step_count} layers published"
         message = f"{self.stop.name}: stopped {how_far} at {self.root}; run the same job again to go on"
         telemetry.emit(self.logger, self.root, "stopped", {"message": message})
         stopping.end(self.flow_run, message, self.stop)

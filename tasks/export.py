@@ -117,8 +117,10 @@ def _add_adapter(run: running.Run, rank: int, export: Export) -> None:
 
 
 def outer_names(run: running.Run) -> list[str]:
-    """Tensors outside the layers that the output holds, heads for further tokens too; never a tied head."""
-    return [*run.decoder.outer_tensor_names, *run.decoder.carried_tensor_names]
+    """Tensors that no step makes and the output holds, heads for further tokens too; never a tied head."""
+    head = run.decoder.layer_tensor_names(run.decoder.layer_count) if run.decoder.quantizes_head else ()
+    outer = [name for name in run.decoder.outer_tensor_names if name not in head]
+    return [*outer, *run.decoder.carried_tensor_names]
 
 
 def _add_descriptions(run: running.Run, export: Export) -> None:

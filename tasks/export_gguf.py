@@ -26,9 +26,9 @@ def add_gguf(run: running.Run, export: Export) -> int:
         if entry.layer is not None:
             return layer_tensors(entry.layer)[entry.name]
         if entry.source is None:
-            return rope_factors(run.source.config)
+            return rope_factors(scheme.model_config)
         return scheme.carry(run.source.load([entry.source]))[entry.name]
 
-    file = make_file(scheme.plan, run.source.config, scheme.tokenizer())
+    file = make_file(scheme.plan, scheme.model_config, scheme.tokenizer())
     export.add_pieces(GGUF_FILE, file.pieces(load))
     return scheme.plan.size_bytes

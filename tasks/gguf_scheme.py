@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from tasks.formats import gguf
+from tasks.formats.gguf_families import READ_BY_TRANSFORMERS, context_length, family_of, window_of
 from tasks.formats.gguf_plan import GGUFPlan, TensorPlan, make_plan
 from tasks.formats.gguf_tokenizer import TokenizerFields, tokenizer_fields
 from tasks.job import GGUFConfig
@@ -47,6 +49,16 @@ class GGUFScheme(Scheme):
         self.gguf_config = config
 
     @cached_property
+    def model_config(self) -> dict[str, Any]:
+        """config.json with what transformers takes for granted where it says nothing."""
+        try:
+            return AutoConfig.for_model(**self.source.config).to_dict() | {
+                "model_type": self.source.config["model_type"]
+            }
+        except Exception:  # config.json is the user's; that transformers does not take it is told by the decoder
+            return self.source.config
+
+    @cached_property
     def plan(self) -> GGUFPlan:
         """The types of all tensors; ValueError with every problem."""
         is_tied = bool(self.source.config.get("tie_word_embeddings"))
@@ -55,7 +67,7 @@ class GGUFScheme(Scheme):
             for name, info in self.source.tensors.items()
             if not (is_tied and name == "lm_head.weight") and not name.endswith(DERIVABLE)
         }
-        return make_plan(self.gguf_config, self.source.config, shapes)
+        return make_plan(self.gguf_config, self.model_config, shapes)
 
     @cached_property
     def entries(self) -> dict[str, TensorPlan]:
@@ -127,7 +139,10 @@ class GGUFScheme(Scheme):
     # What preflight asks
 
     def problems(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-        yield from gguf.problems(self.source.config)
+        found = gguf.problems(self.model_config)
+        yield from found
+        if found:
+            return
         for look in (lambda: self.plan, self.tokenizer):
             try:
                 look()
@@ -139,7 +154,17 @@ class GGUFScheme(Scheme):
                 yield f"config.json or the tokenizer's files hold a value of the wrong kind ({error}); fetch them again"
 
     def notes(self) -> Iterator[str]:
-        if any(name.endswith(".bias") for name in self.entries):
+        family = family_of(self.model_config)
+        if family.architecture not in READ_BY_TRANSFORMERS or family.has_experts:
+            what = f"{family.architecture} .gguf files" + " with experts" * family.has_experts
+            yield f"transformers does not read {what} as they are (seen in 5.24.0); llama.cpp does"
+        window, context = window_of(self.model_config), context_length(self.model_config)
+        if window == context and context < self.model_config.get("max_position_embeddings", 0):
+            yield (
+                f"readers of {family.architecture} .gguf files know no sliding windows: the file gives {context} tokens of "
+                f"context, up to which they compute the same"
+            )
+        if family.architecture == "llama" and any(name.endswith(".bias") for name in self.entries):
             yield "transformers leaves out the biases of a .gguf file without an error (seen in 5.24.0); llama.cpp reads them"
         if self.plan.fallbacks:
             yield (
@@ -161,7 +186,7 @@ class GGUFScheme(Scheme):
         )
 
     def written_bytes(self, layers: int, outer: int) -> int:
-        file = gguf.make_file(self.plan, self.source.config, self.tokenizer())
+        file = gguf.make_file(self.plan, self.model_config, self.tokenizer())
         return super().written_bytes(0, file.size_bytes)
 
     def module_bytes(self, name: str) -> int:

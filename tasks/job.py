@@ -85,6 +85,15 @@ class _Grid(_Quantization):
         return self
 
     @model_validator(mode="after")
+    def _head_has_readers(self) -> "_Grid":
+        layout = getattr(self, "checkpoint_format", "gptq")
+        if getattr(self, "lm_head", False) and layout not in ("gptq", "gptq_v2"):
+            raise ValueError(
+                f"lm_head: checkpoint_format `{layout}` has no readers for a quantized head; use `gptq` or `gptq_v2`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rules_can_be_applied(self) -> "_Grid":
         if rules := getattr(self, "dynamic", ()):
             plain = self.model_copy(update={"dynamic": ()})
@@ -130,6 +139,9 @@ class GPTQConfig(_Grid):
         allow_inf_nan=False,
         description="Modules that saw fewer calibration tokens than this share of all, or than 16, are rounded to nearest "
         "instead.",
+    )
+    lm_head: bool = Field(
+        False, description="Quantize the output head too, by the method's settings or those of a rule that matches it."
     )
     dynamic: Annotated[tuple[GPTQRule, ...], AsList] = Field((), description=module_rules.DESCRIPTION)
     checkpoint_format: Literal["gptq", "gptq_v2", "compressed-tensors"] = Field(
@@ -194,6 +206,9 @@ class RTNConfig(_Grid):
     """Round to nearest: no calibration, no chain between layers."""
 
     method: Literal["rtn"] = Field("rtn", description="Round to nearest, without calibration data.")
+    lm_head: bool = Field(
+        False, description="Quantize the output head too, by the method's settings or those of a rule that matches it."
+    )
     dynamic: Annotated[tuple[GridRule, ...], AsList] = Field((), description=module_rules.DESCRIPTION)
     checkpoint_format: Literal["gptq", "gptq_v2", "compressed-tensors", "awq"] = Field(
         "gptq",

@@ -141,6 +141,8 @@ class _Findings:
             self.problems += scheme.problems(shapes)
         else:
             self.problems += ruled_modules.problems(self.job.quantization, self.decoder)
+            if self.decoder.quantizes_head:
+                self.problems += self._head_problems(self.decoder)
             parts: dict[Scheme, dict[str, tuple[int, int]]] = {}
             for kind in self.decoder.linear_kinds:
                 own = parts.setdefault(scheme.of(kind.modules[0]), {})
@@ -153,6 +155,15 @@ class _Findings:
             )
         if self.job.adapter is not None:
             self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)
+
+    def _head_problems(self, decoder: Decoder) -> Iterator[str]:
+        if decoder.has_tied_head:
+            yield (
+                f"lm_head: `{decoder.head_name}` is the embedding under another name (tie_word_embeddings), and no loader "
+                f"takes the one quantized and the other not; leave out lm_head, or untie them in the source"
+            )
+        if self.job.adapter is not None:
+            yield f"lm_head: adapter `{self.job.adapter.method}` is made for layers only; leave out one of the two"
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(N, K) by name within a layer; of a source that makes no decoder, what its headers tell of matrices."""
@@ -169,28 +180,26 @@ class _Findings:
         """The figures; None where what they are made of has problems."""
         if self.source is None or self.decoder is None or self.pool is None or self.root is None:
             return None
+        if self.decoder.quantizes_head and self.decoder.has_tied_head:  # which is in `problems`
+            return None
         try:
             scheme = scheme_of(self.job.quantization, self.source)
             modules = tuple(self._modules(self.source, self.decoder, scheme))
         except ValueError:  # a shape that the layout can't hold, which is in `problems`
             return None
-        outer_names = (*self.decoder.outer_tensor_names, *self.decoder.carried_tensor_names)
-        outer = sum(self.source.stored_bytes(name) for name in outer_names)
-        in_layers = sum(
-            self.source.stored_bytes(name)
-            for layer in range(self.decoder.layer_count)
-            for name in self.decoder.layer_tensor_names(layer)
+        of_steps = {name for i in range(self.decoder.step_count) for name in self.decoder.layer_tensor_names(i)}
+        outer_names = tuple(
+            name
+            for name in (*self.decoder.outer_tensor_names, *self.decoder.carried_tensor_names)
+            if name not in of_steps
         )
+        outer = sum(self.source.stored_bytes(name) for name in outer_names)
+        in_layers = sum(self.source.stored_bytes(name) for name in of_steps)
         carried = in_layers - sum(kind.bytes_before for kind in modules)
         samples, tokens = self._calibration_bound()
         continuation = tokens * self.decoder.config.hidden_size * self.decoder.source_dtype.itemsize
-        carried_after = scheme.other_bytes(
-            name
-            for layer in range(self.decoder.layer_count)
-            for name in self.decoder.layer_tensor_names(layer)
-            if name.removeprefix(f"{self.decoder.layer_name(layer)}.").rpartition(".")[0]
-            not in self.decoder.linear_shapes(layer)
-        )
+        quantized = {full for kind in self.decoder.linear_kinds for full in kind.modules}
+        carried_after = scheme.other_bytes(name for name in of_steps if name.rpartition(".")[0] not in quantized)
         outer_after = scheme.other_bytes(outer_names)
         adapter = self._adapter_bytes(self.decoder)
         layers_after = sum(kind.bytes_after for kind in modules) + carried_after + adapter

@@ -91,7 +91,8 @@ def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> 
     ref = session.current().stage_layer(name, safetensors_payload(packed))
     adapter = _stage_adapter(work, name)
     running.return_freed_memory()
-    run.replace_hidden([work.outputs[batch] for batch in range(len(run.hidden))])
+    if not run.decoder.is_head(layer):
+        run.replace_hidden([work.outputs[batch] for batch in range(len(run.hidden))])
     return _receipt(run, work, key, ref, adapter).model_dump(mode="json")
 
 
@@ -129,15 +130,13 @@ def _leave_out_lost(run: running.Run, work: LayerWork) -> None:
 
 def pack(run: running.Run, work: LayerWork) -> dict[str, Tensor]:
     """The layer's tensors under their final names: packed linears, everything else as the source has it or as folded."""
-    prefix = run.decoder.layer_name(work.layer)
+    quantized = {run.decoder.full_name(work.layer, module): rows for module, rows in work.quantized.items()}
     carried = [
-        tensor for tensor in run.decoder.layer_tensor_names(work.layer)
-        if tensor.removeprefix(f"{prefix}.").rpartition(".")[0] not in work.quantized
-    ]  # fmt: skip
+        tensor for tensor in run.decoder.layer_tensor_names(work.layer) if tensor.rpartition(".")[0] not in quantized
+    ]
     changed = {name: tensor for name, tensor in work.folded.items() if name in carried}
     packed = run.scheme.carry(run.source.load(carried) | changed)
-    for module, rows in work.quantized.items():
-        full = f"{prefix}.{module}"
+    for full, rows in quantized.items():
         bias = work.folded.get(f"{full}.bias")
         if bias is None and f"{full}.bias" in run.source.tensors:
             bias = run.source.load([f"{full}.bias"])[f"{full}.bias"]

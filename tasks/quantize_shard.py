@@ -75,7 +75,7 @@ class Shard:
         group_experts(module, size or 1)  # experts that are left as they are run one by one
         stages = decoder.stages(self.work.layer, size)
         in_order = [subset for stage in stages for subset in stage]
-        past: tuple[tuple[str, ...], ...] = ()
+        past: list[tuple[str, ...]] = []
         rewinds = self._rewinds
         with StagedForward(module, in_order, self._calls(), stages, rewinds=rewinds) as staged:
             for stage in stages:
@@ -84,8 +84,8 @@ class Shard:
                     # Subset by subset: no more lanes than one subset's wait for others.
                     self.work.meet()
                 if scheme.is_sequential and not rewinds:  # else the layer is run again
-                    self._let_go(module, past)
-                past = stage
+                    past = self._let_go(module, past, stage[0])
+                    past += stage
                 if len(stage) > 1:
                     self._quantize_group(module, stage)
                     continue
@@ -101,6 +101,8 @@ class Shard:
                         self._replace_weights(module, subset)
                 # Every device has taken it: what is largest must not lie under the next subset's sums.
                 self.work.prepared = None
+            if decoder.is_head(self.work.layer):
+                return  # nothing comes after it, and its outputs are as many as the vocabulary
             if scheme.is_sequential:
                 self._hand_on(staged)
                 return
@@ -110,12 +112,19 @@ class Shard:
         with StagedForward(module, (), self._calls()) as staged:
             self._hand_on(staged)
 
-    def _let_go(self, module: nn.Module, stage: tuple[tuple[str, ...], ...]) -> None:
-        """Drop the weights of a stage that all calls are past: the last statistic is the largest, and needs the room."""
-        for subset in stage:
-            for name in subset:
-                weight = weight_of(module, name)
-                weight.data = weight.new_empty(0)
+    def _let_go(self, module: nn.Module, past: list[tuple[str, ...]], subset: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """Drop the weights that all calls are past, who wait at `subset`: the last statistic is the largest, and needs the
+        room. Those of the same input are yet to be run; they are returned.
+        """
+        if not past:
+            return []
+        by_input = self.run.decoder.linears_by_input(self.work.layer)
+        same_input = next((names for names in by_input if subset[0] in names), ())
+        kept = [other for other in past if other[0] in same_input]
+        for name in (name for other in past if other not in kept for name in other):
+            weight = weight_of(module, name)
+            weight.data = weight.new_empty(0)
+        return kept
 
     def _calls(self) -> Iterable[tuple[Tensor, dict[str, object]]]:
         """One by one: a batch's mask and rotary tables live no longer than its forward needs them."""
@@ -298,9 +307,8 @@ class Shard:
             if not self.run.scheme.quantizes_units:
                 weight_NK.copy_(rows.dequantize())
                 continue
-            for start, stop in spans(
-                0, len(weight_NK), UNIT_ROWS
-            ):  # the whole in float32 would be several times the weight
+            # The whole in float32 would be several times the weight.
+            for start, stop in spans(0, len(weight_NK), UNIT_ROWS):
                 weight_NK[start:stop] = rows.rows(start, stop).dequantize()
 
     def _check_weights(self, module: nn.Module) -> None:
@@ -312,7 +320,7 @@ class Shard:
                 raise WeightError(f"`{self._full(name)}`: {error}") from error
 
     def _full(self, name: str) -> str:
-        return f"{self.run.decoder.layer_name(self.work.layer)}.{name}"
+        return self.run.decoder.full_name(self.work.layer, name)
 
 
 @dataclass

@@ -54,9 +54,12 @@ def problems(config: Quantization, decoder: Decoder) -> Iterator[str]:
 
 def notes(config: Quantization, decoder: Decoder) -> Iterator[str]:
     """What a reader of an export with rules should know beforehand."""
+    if decoder.quantizes_head:
+        yield "transformers does not load a quantized head, and makes up another without an error; GPTQModel and vLLM do"
     if not isinstance(config, GPTQConfig | RTNConfig) or not config.dynamic:
         return
-    found = [own for _, module in _modules(decoder) if (own := ModuleConfigs(config).of(module)) is not None]
+    configs = ModuleConfigs(config)
+    found = [own for _, module in _modules(decoder) if (own := configs.of(module)) is not None]
     if len({_view(own) for own in found}) > 1:
         if config.checkpoint_format == "compressed-tensors" and not all(own.sym for own in found):
             yield "transformers loads no compressed-tensors file of several schemes with zero points among them; vLLM does"
@@ -124,7 +127,8 @@ def _gptq(described: dict[str, Any], config: GPTQConfig | RTNConfig, decoder: De
         told["meta"] = described["meta"] | {"quantizer": quantizer}
     quantized = [module for module, own in found.items() if own is not None]
     # transformers knows no rules, but this list; it holds no packed experts, and vLLM would take theirs for unquantized.
-    if len(quantized) < len(modules) and not decoder.has_experts:
+    # Nor does it load a quantized head.
+    if len(quantized) < len(modules) and not (decoder.has_experts or decoder.quantizes_head):
         within = [set(decoder.linear_shapes(i)) for i in range(decoder.layer_count)]
         are_alike = all(names == within[0] for names in within)
         told["modules_in_block_to_quantize"] = [list(decoder.linear_shapes(0)) if are_alike else quantized]
@@ -160,11 +164,13 @@ def _compressed_tensors(
 
 
 def _modules(decoder: Decoder) -> Iterator[tuple[int, str]]:
-    """The full names of all linears in layers, quantized or not, with their layers."""
+    """The full names of all linears in layers, quantized or not, with their layers; and the head."""
     for i in range(decoder.layer_count):
         for subset in decoder.linears_by_input(i):
             for name in subset:
                 yield i, f"{decoder.layer_name(i)}.{name}"
+    if decoder.quantizes_head:
+        yield decoder.layer_count, decoder.head_name
 
 
 def _fused_units(modules: Iterable[str]) -> dict[str, list[str]]:

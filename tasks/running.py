@@ -137,11 +137,11 @@ class Run:
             return None
         each = self._finished_seconds / self._finished
         now = min(time.monotonic() - self._began, each)
-        return max(0.0, each * (self.decoder.layer_count - self.layer) - now)
+        return max(0.0, each * (self.decoder.step_count - self.layer) - now)
 
     def tell(self, module: str, loss: float | None) -> None:
         """Tell whoever listens that a module of the layer in work is finished."""
-        told = Progress(self.layer, self.decoder.layer_count, module, loss, self.seconds_left())
+        told = Progress(self.layer, self.decoder.step_count, module, loss, self.seconds_left())
         for listener in list(_listeners):
             listener(told)
 

@@ -149,7 +149,8 @@ def scheme_of(config: Quantization, source: SourceModel, seed: int = 0) -> "Sche
 
 def decoder_of(config: Quantization, source: SourceModel) -> Decoder:
     """The source's decoder, in which only what the config's rules quantize, and alike, is taken together."""
-    return Decoder.from_source(source, grouping=ModuleConfigs(config).of if getattr(config, "dynamic", ()) else None)
+    grouping = ModuleConfigs(config).of if getattr(config, "dynamic", ()) else None
+    return Decoder.from_source(source, grouping=grouping, quantizes_head=getattr(config, "lm_head", False))
 
 
 class Scheme:
@@ -452,6 +453,8 @@ def _setting(name: str, value: Any) -> str:
         return "double quantization" if value else ""
     if name == "apply_clip":
         return "clipped" if value else ""
+    if name == "lm_head":
+        return "with its head" if value else ""
     if name == "dynamic":
         return f"{len(value)} rule{'s' * (len(value) > 1)} for modules" if value else ""
     if name == "true_sequential":

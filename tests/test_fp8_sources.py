@@ -62,8 +62,15 @@ def problems_of(path: Path) -> tuple[str, ...]:
     return caught.value.problems
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "scale_dtype"),
+    [
+        ("llama", torch.float32),
+        ("llama", torch.bfloat16),
+        ("llama", torch.float8_e8m0fnu),
+        ("qwen3_moe", torch.float32),
+    ],
+)
 def test_weights_are_what_transformers_widens_them_to(family: str, scale_dtype: torch.dtype, tmp_path: Path) -> None:
     write_tiny(family, tmp_path / "dense")
     write_fp8(tmp_path / "dense", tmp_path / "fp8", block=(32, 16), scale_dtype=scale_dtype)

@@ -168,7 +168,7 @@ def test_tensors_without_a_name_in_the_format_are_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen3"}, "not 'qwen3'"),
+        ({"model_type": "gpt_neox"}, "not 'gpt_neox'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "not 'yarn'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "not 'dynamic'"),
         ({"hidden_act": "gelu"}, "compute silu"),

@@ -59,6 +59,8 @@ MATTERS: dict[str, tuple[Any, str]] = {
         f"quantization.{method}.dynamic": ({"-:.*down_proj": {}}, "quantization")
         for method in ("gptq", "rtn", "awq", "fp8", "bitsandbytes", "gguf")
     },
+    "quantization.gptq.lm_head": (True, "quantization"),
+    "quantization.rtn.lm_head": (True, "quantization"),
     "quantization.gptq.true_sequential": (False, "quantization"),
     "quantization.awq.bits": (8, "quantization"),
     "quantization.awq.group_size": (64, "quantization"),

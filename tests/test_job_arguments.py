@@ -1,6 +1,8 @@
 """The job's options on the command line: every field has one, and what can't be is refused by the option's name."""
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +131,29 @@ def test_numbers_may_be_written_as_people_write_them(capsys: pytest.CaptureFixtu
     assert "--damp-percent: invalid number value: 'much'" in capsys.readouterr().err
 
 
+def test_rules_come_as_json_or_in_a_file_of_it(tmp_path: Path) -> None:
+    rules = {r"-:.*\.0\.": {}, ".*down_proj": {"bits": 8, "group_size": 32}}
+    (tmp_path / "rules.json").write_text(json.dumps(rules, indent=1))
+    for text in (json.dumps(rules, separators=(",", ":")), f"{tmp_path}/rules.json"):
+        assert job_of(f"MODEL --output OUT --lm-head --dynamic {text}").quantization == GPTQConfig(
+            lm_head=True, dynamic=rules
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rules.json", "neither JSON nor a file"),
+        ('{"a":{}', "can't be read"),
+        ('{"a":{},"a":{"bits":8}}', "`a` is there twice"),
+    ],
+)
+def test_rules_that_can_not_be_read_are_told(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        job_of(f"MODEL --output OUT --dynamic {text}")
+    assert words in capsys.readouterr().err
+
+
 def test_no_field_of_the_job_lacks_an_option() -> None:
     parser = argparse.ArgumentParser()
     add_job_arguments(parser)
@@ -159,6 +184,10 @@ def test_options_that_are_not_given_leave_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ('--dynamic {"a":{"bits":5}}', "--dynamic 0.bits 5"),
+        ('--method fp8 --dynamic {"a":{}}', "only rules with `-:`"),
+        ('--method qqq --dynamic {"-:a":{}}', "not supported by method `qqq`: `dynamic`"),
+        ("--method awq --lm-head", "not supported by method `awq`: `lm_head`"),
         ("--method rtn --desc-act", "--desc-act does not apply to method `rtn`"),
         ("--method fp8 --bits 8", "--bits does not apply to method `fp8`"),
         ("--method gptq --bits 5", "--bits 5"),

@@ -178,6 +178,12 @@ def test_a_gptq_file_has_the_rules_and_before_them_one_for_each_fused_name(model
     assert described(model, GPTQConfig(group_size=32)).keys().isdisjoint({"dynamic", "modules_in_block_to_quantize"})
 
 
+def test_a_file_with_a_quantized_head_lists_no_modules_for_transformers_which_does_not_load_it(model: Path) -> None:
+    rules = {r"-:.*down_proj": {}, "lm_head": {"bits": 8}}
+    told = described(model, GPTQConfig(group_size=32, lm_head=True, dynamic=rules))
+    assert told["lm_head"] and "modules_in_block_to_quantize" not in told
+
+
 def test_a_rule_that_knows_fused_names_needs_no_other_and_experts_have_theirs(mixture: Path) -> None:
     rules = {r"-:model\.layers\.\d+\.self_attn": {}, r".*mlp\.experts\.\d+\.": {"bits": 8}}
     told = described(mixture, RTNConfig(group_size=32, dynamic=rules))
@@ -242,7 +248,7 @@ def test_layouts_without_rules_list_what_is_left_as_it_is(quantization: Quantiza
 
 
 def test_a_gguf_file_gives_matrices_the_types_of_their_rules() -> None:
-    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
     names = [*(f"model.layers.{i}.mlp.{name}_proj" for i in range(2) for name in ("up", "down")), "lm_head"]
     shapes = {f"{name}.weight": (256, 256) for name in [*names, "model.embed_tokens"]} | {"model.norm.weight": (256,)}
     rules = {

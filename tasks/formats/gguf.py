@@ -1,7 +1,7 @@
 """One .gguf file: what llama.cpp and the programs around it load.
 
-Metadata, tokenizer and a table of tensors come first, then the tensors, each at a multiple of 32 bytes. Weights of
-attention's query and key are stored with the rows of each head rearranged: transformers rotates the first half of a
+Metadata, tokenizer and a table of tensors come first, then the tensors, each at a multiple of 32 bytes. Of llama and its kin
+weights of attention's query and key are stored with the rows of each head rearranged: transformers rotates the first half of a
 head's columns against the second, llama.cpp neighbours against neighbours. A row holds whole blocks, so rows can be
 rearranged before or after they are encoded.
 
@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.formats.gguf_plan import FLOAT_BYTES, GGUFPlan, TensorPlan, head_size, rope_parameters
+from tasks.formats import gguf_families
+from tasks.formats.gguf_families import add_metadata, family_of, head_size, rope_parameters
+from tasks.formats.gguf_plan import FLOAT_BYTES, GGUFPlan, TensorPlan
 from tasks.formats.gguf_tokenizer import TokenizerFields
 from tasks.methods import ggml
 from tasks.methods.ggml_blocks import BLOCK_TYPES
 from tasks.methods.grid import LARGEST_HALF, WeightError
 
 ALIGNMENT = 32
-ARCHITECTURES = frozenset({"llama"})
-ROPE_TYPES = frozenset({"default", "linear", "llama3"})
 QUANTIZATION_VERSION = 2
 FLOAT_IDS = {"f32": 0, "f16": 1}
 
@@ -45,7 +45,7 @@ class GGUFFile:
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole file."""
-        return len(self.header) + sum(_padded(tensor.size_bytes) for tensor in self.plan.tensors)
+        return len(self.header) + sum(_padded(whole.size_bytes) for whole, _ in self.plan.stored)
 
     def pieces(self, load: Callable[[TensorPlan], Tensor]) -> Iterator[memoryview]:
         """The file from its first byte to its last; `load` gives one encoded tensor at a time, as `encode` made it.
@@ -53,11 +53,12 @@ class GGUFFile:
         ValueError, naming the tensor, for one of another dtype or shape than planned.
         """
         yield memoryview(self.header)
-        for entry in self.plan.tensors:
-            tensor = load(entry)
-            _check_encoded(entry, tensor)
-            yield tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-            yield memoryview(bytes(_padded(entry.size_bytes) - entry.size_bytes))
+        for whole, parts in self.plan.stored:
+            for entry in parts:
+                tensor = load(entry)
+                _check_encoded(entry, tensor)
+                yield tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+            yield memoryview(bytes(_padded(whole.size_bytes) - whole.size_bytes))
 
 
 def problems(model_config: Mapping[str, Any]) -> list[str]:
@@ -65,16 +66,7 @@ def problems(model_config: Mapping[str, Any]) -> list[str]:
     found = []
     if find_spec("gguf") is None:
         found.append("the gguf package is not installed; run `pip install 'prefect-quantize[gguf]'`")
-    if model_config.get("model_type") not in ARCHITECTURES:
-        found.append(f"gguf export knows {', '.join(sorted(ARCHITECTURES))}, not {model_config.get('model_type')!r}")
-    rope_type = rope_parameters(model_config)["rope_type"]
-    if rope_type not in ROPE_TYPES:
-        found.append(f"gguf export knows rotary types {', '.join(sorted(ROPE_TYPES))}, not {rope_type!r}")
-    activation = model_config.get("hidden_act", "silu")
-    if activation != "silu":
-        found.append(
-            f"readers of llama .gguf files compute silu whatever the file says; this model uses {activation!r}"
-        )
+    found += gguf_families.problems(model_config)
     return found
 
 
@@ -87,6 +79,8 @@ def encode(entry: TensorPlan, tensor: Tensor, importance_K: Tensor | None = None
     if entry.actual in BLOCK_TYPES:
         rows = ggml.quantize_rows(tensor, entry.actual, importance_K)
         return rows.blocks_NP, rows.losses_N
+    if entry.offset:
+        tensor = tensor.float() + entry.offset
     limit = LARGEST_HALF if entry.actual == "f16" else math.inf
     if not bool((tensor.isfinite() & (tensor.abs() <= limit)).all()):
         raise WeightError(
@@ -101,7 +95,7 @@ def decode(entry: TensorPlan, encoded: Tensor) -> Tensor:
     """float32, in the source model's row order: exactly what readers of the file compute from `arrange`d tensors."""
     dense = ggml.decode(encoded, entry.actual) if entry.actual in BLOCK_TYPES else encoded.float()
     if not entry.heads:
-        return dense
+        return dense - entry.offset
     half = len(dense) // entry.heads // 2
     return dense.unflatten(0, (entry.heads, half, 2)).transpose(1, 2).reshape(dense.shape)
 
@@ -155,15 +149,15 @@ def make_file(
         raise ValueError("; ".join(found))
     import gguf  # here, since it takes a second and only an export needs it
 
-    writer = gguf.GGUFWriter(None, model_config["model_type"])
+    writer = gguf.GGUFWriter(None, family_of(model_config).architecture)
     writer.add_type("model")
     if name:
         writer.add_name(name)
     writer.add_quantization_version(QUANTIZATION_VERSION)
     writer.add_file_type(plan.file_type)
-    _add_model(writer, model_config, len(tokenizer.tokens))
+    add_metadata(writer, model_config, len(tokenizer.tokens))
     _add_tokenizer(writer, tokenizer)
-    for entry in plan.tensors:
+    for entry, _ in plan.stored:
         number = FLOAT_IDS[entry.actual] if entry.actual in FLOAT_BYTES else BLOCK_TYPES[entry.actual].ggml_id
         raw_type = gguf.GGMLQuantizationType(number)
         # With any dtype but uint8 the shape given is that of the weights, not of the bytes.
@@ -176,32 +170,6 @@ def make_file(
     writer.write_ti_data_to_file()
     header = buffer.getvalue()
     return GGUFFile(header + bytes(_padded(len(header)) - len(header)), plan)
-
-
-def _add_model(writer: Any, model_config: Mapping[str, Any], vocab_size: int) -> None:
-    heads, size = model_config["num_attention_heads"], head_size(model_config)
-    writer.add_vocab_size(vocab_size)
-    writer.add_context_length(model_config.get("max_position_embeddings", 2048))
-    writer.add_embedding_length(model_config["hidden_size"])
-    writer.add_block_count(model_config["num_hidden_layers"])
-    writer.add_feed_forward_length(model_config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(model_config.get("num_key_value_heads") or heads)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    writer.add_layer_norm_rms_eps(model_config.get("rms_norm_eps", 1e-6))
-    rope = rope_parameters(model_config)
-    writer.add_rope_dimension_count(size)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(_linear_scaling())
-        writer.add_rope_scaling_factor(rope["factor"])
-
-
-def _linear_scaling() -> Any:
-    from gguf import RopeScalingType
-
-    return RopeScalingType.LINEAR
 
 
 def _add_tokenizer(writer: Any, fields: TokenizerFields) -> None:

@@ -4,18 +4,25 @@ The mixes are llama.cpp's, so that a `q4_k_m` of ours is what its users know by 
 type; `attn_v` and `ffn_down` of some layers (the first and the last eighth, and every third between), the output head,
 and the embeddings where they are the head, get more bits. K-quants need rows of a multiple of 256. Where a row is none,
 llama.cpp takes the next larger type with blocks of 32, and half precision where those do not fit either; so do we, and
-the plan says so beforehand. One-dimensional tensors stay float32.
+the plan says so beforehand. One-dimensional tensors and routers stay float32.
 
-Nothing here needs the `gguf` package, nor a tensor: a plan is made from `config.json` and shapes.
+A file holds a projection of all experts of a layer as one tensor [E, N, K]. It is planned and encoded an expert at a time:
+the file has the parts one after the other.
 
-Shape suffixes: N out_features, K in_features.
+No tensor is needed: a plan is made from `config.json`, shapes, and the `gguf` package's table of names.
+
+Shape suffixes: E experts, N out_features, K in_features.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from math import prod
 from typing import Any
 
+from tasks.formats.gguf_families import Family, experts_of, family_of, head_size, rope_parameters
 from tasks.job import GGUFConfig
 from tasks.methods.ggml_blocks import BLOCK_TYPES
 from tasks.module_rules import first, without_effect
@@ -38,26 +45,15 @@ MIXES = {
 FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 FLOAT_BYTES = {"f16": 2, "f32": 4}
 
-OUTER_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 ROPE_FACTORS = "rope_freqs.weight"
 LAYERS_OF_70B = 80
 
-_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+ROUTER = "ffn_gate_inp"
+# Layers' matrices get more bits where there are so many experts: few of the model's bytes are theirs.
+EXPERTS_OF_8X7B = 8
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)(\..+)")
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,8 @@ class TensorPlan:
     """One tensor of the file. `source` is its name in the source model; None for one that is computed.
 
     `heads` above 0 means that rows are rearranged within so many heads, see `gguf.arrange`. `layer` is None outside
-    the layers.
+    the layers. `offset` is added to the source's values, see `Family.norm_offset`. Of an expert `stack` is the name of the
+    file's tensor that it is a part of, and `expert` its number there.
     """
 
     source: str | None
@@ -75,6 +72,9 @@ class TensorPlan:
     intended: str
     actual: str
     heads: int = 0
+    offset: float = 0.0
+    stack: str | None = None
+    expert: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -85,7 +85,7 @@ class TensorPlan:
             if self.actual in FLOAT_BYTES
             else BLOCK_TYPES[self.actual].row_bytes(in_features)
         )
-        return row_bytes * (rows[0] if rows else 1)
+        return row_bytes * prod(rows)
 
     @property
     def is_fallback(self) -> bool:
@@ -95,7 +95,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class GGUFPlan:
-    """All tensors of the file in its order: embeddings first, then the layers, then norm and head."""
+    """All tensors of the file in its order, experts one by one: embeddings first, then the layers, then norm and head."""
 
     quant_type: str
     file_type: int
@@ -106,21 +106,32 @@ class GGUFPlan:
         """Bytes of all tensors, without metadata and alignment."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
+    @cached_property
+    def stored(self) -> tuple[tuple[TensorPlan, tuple[TensorPlan, ...]], ...]:
+        """Each tensor as the file has it, with its parts: all experts of a projection, or itself."""
+        whole = []
+        for stack, group in groupby(self.tensors, key=lambda tensor: tensor.stack or tensor.name):
+            parts = tuple(group)
+            first = parts[0]
+            shape = first.shape if first.stack is None else (len(parts), *first.shape)
+            whole.append((replace(first, name=stack, shape=shape), parts))
+        return tuple(whole)
+
     @property
     def fallbacks(self) -> tuple[TensorPlan, ...]:
-        """The tensors that do not get their intended type."""
-        return tuple(tensor for tensor in self.tensors if tensor.is_fallback)
+        """The file's tensors that do not get their intended type."""
+        return tuple(tensor for tensor, _ in self.stored if tensor.is_fallback)
 
     def table(self) -> str:
         """The dry run as text: one line per tensor, intended and actual type and bytes, totals last."""
         rows = [("tensor", "shape", "intended", "actual", "bytes")]
-        for tensor in self.tensors:
+        for tensor, _ in self.stored:
             shape = "x".join(map(str, tensor.shape))
             rows.append((tensor.name, shape, tensor.intended, tensor.actual, f"{tensor.size_bytes:,}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         note = f"{len(self.fallbacks)} of them in a larger type than intended" if self.fallbacks else "all as intended"
-        return "\n".join([*lines, f"{len(self.tensors)} tensors, {self.size_bytes:,} bytes; {note}"])
+        return "\n".join([*lines, f"{len(self.stored)} tensors, {self.size_bytes:,} bytes; {note}"])
 
 
 def make_plan(config: GGUFConfig, model_config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> GGUFPlan:
@@ -130,54 +141,67 @@ def make_plan(config: GGUFConfig, model_config: Mapping[str, Any], shapes: Mappi
     tensors that the format has no name for, rules that match none and, where `config.strict`, rows that do not fill the
     intended blocks.
     """
-    unknown = [name for name in shapes if _gguf_name(name) is None]
+    family = family_of(model_config)
+    names = _names(family, model_config["num_hidden_layers"], shapes)
+    unknown = [name for name in shapes if name not in names]
     if unknown:
         raise ValueError(
-            f"{len(unknown)} tensors have no name in a llama .gguf file: {', '.join(unknown[:10])}; readers of the "
-            f"file would not find them, so this model can't be exported as gguf"
+            f"{len(unknown)} tensors have no name in a {family.architecture} .gguf file: {', '.join(unknown[:10])}; "
+            f"readers of the file would not find them, so this model can't be exported as gguf"
         )
     is_tied = "lm_head.weight" not in shapes
-    matrices = {source: source.removesuffix(".weight") for source, shape in shapes.items() if len(shape) == 2}
+    matrices = {
+        source: source.removesuffix(".weight")
+        for source, shape in shapes.items()
+        if len(shape) == 2 and ROUTER not in names[source]
+    }
     if problems := list(without_effect(config.dynamic, matrices.values(), "matrix")):
         raise ValueError("; ".join(problems))
     tensors = []
     for source, shape in shapes.items():
-        name, layer = _gguf_name(source) or ("", None)
+        name = names[source]
+        layer = int(match[1]) if (match := _LAYER.match(name)) else None
         intended = _intended(config, name, layer, shape, model_config, is_tied)
         rule = first(config.dynamic, matrices[source]) if source in matrices else None
         if rule is not None and rule.type is not None:
             intended = rule.type
-        heads = _heads(name, model_config)
-        tensors.append(TensorPlan(source, name, layer, tuple(shape), intended, _actual(intended, shape), heads))
+        heads = _heads(name, model_config) if family.rearranges_heads else 0
+        offset = family.norm_offset if name.endswith("norm.weight") else 0.0
+        actual = _actual(intended, shape)
+        stack, expert = None, 0
+        if match := _EXPERT.fullmatch(source):
+            stack, expert = name, int(match[2])
+            name = f"{name.removesuffix('.weight')}.{expert}.weight"
+        tensors.append(TensorPlan(source, name, layer, tuple(shape), intended, actual, heads, offset, stack, expert))
     if rope_parameters(model_config).get("rope_type") == "llama3":
         shape = (head_size(model_config) // 2,)
         tensors.append(TensorPlan(None, ROPE_FACTORS, None, shape, "f32", "f32"))
     tensors.sort(key=_file_order)
     plan = GGUFPlan(config.quant_type, MIXES[config.quant_type][1], tuple(tensors))
+    for whole, parts in plan.stored:
+        if types := sorted({part.intended for part in parts} - {whole.intended}):
+            raise ValueError(
+                f"rules give `{parts[0].source}` and other experts of that layer the types {whole.intended} and "
+                f"{', '.join(types)}; a .gguf file has all of them in one tensor of one type, `{whole.name}`"
+            )
     if config.strict and plan.fallbacks:
         raise ValueError("; ".join(_strict_problem(tensor) for tensor in plan.fallbacks))
     return plan
 
 
-def head_size(model_config: Mapping[str, Any]) -> int:
-    """Columns of one attention head."""
-    return model_config.get("head_dim") or model_config["hidden_size"] // model_config["num_attention_heads"]
+def _names(family: Family, layers: int, sources: Iterable[str]) -> dict[str, str]:
+    """The file's names by the source's, of the tensors that have one."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-
-def rope_parameters(model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters from either spelling of config.json, with `rope_type` and `rope_theta` always in them."""
-    found = dict(model_config.get("rope_parameters") or model_config.get("rope_scaling") or {})
-    found.setdefault("rope_type", found.get("type", "default"))
-    found.setdefault("rope_theta", model_config.get("rope_theta") or 10000.0)
-    return found
-
-
-def _gguf_name(source: str) -> tuple[str, int | None] | None:
-    if match := _LAYER_TENSOR.fullmatch(source):
-        layer, module, part = match.groups()
-        return (f"blk.{layer}.{LAYER_NAMES[module]}.{part}", int(layer)) if module in LAYER_NAMES else None
-    module, _, part = source.rpartition(".")
-    return (f"{OUTER_NAMES[module]}.{part}", None) if module in OUTER_NAMES and part == "weight" else None
+    (architecture,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == family.architecture)
+    table = get_tensor_name_map(architecture, layers)
+    # Its names are those of all experts together.
+    found = {source: table.get_name(_EXPERT.sub(r"\1\3", source), (".weight", ".bias")) for source in sources}
+    return {
+        source: name
+        for source, name in found.items()
+        if name is not None and (name.endswith(".weight") or name.split(".")[-2] in family.biases)
+    }
 
 
 def _heads(name: str, model_config: Mapping[str, Any]) -> int:
@@ -195,8 +219,8 @@ def _intended(
     model_config: Mapping[str, Any],
     is_tied: bool,
 ) -> str:
-    """llama.cpp's choice for a dense llama: by what the tensor does, which layer it is in, and the mix."""
-    if len(shape) < 2:
+    """llama.cpp's choice: by what the tensor does, which layer it is in, and the mix."""
+    if len(shape) < 2 or ROUTER in name:
         return "f32"
     mix, base = config.quant_type, MIXES[config.quant_type][0]
     if layer is None:
@@ -206,8 +230,11 @@ def _intended(
     heads: int = model_config["num_attention_heads"]
     group = heads // (model_config.get("num_key_value_heads") or heads)
     has_more_bits = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    has_eight_experts = experts_of(model_config) == EXPERTS_OF_8X7B
     raised: str | None = None
-    if ".attn_v." in name:
+    if has_eight_experts and (".attn_v." in name or ".attn_k." in name):
+        raised = "q8_0"
+    elif ".attn_v." in name:
         raised = {
             "q2_k": "q4_k" if group >= 4 else "q3_k",
             "q3_k_m": "q5_k" if layer < 2 else "q4_k",
@@ -218,7 +245,7 @@ def _intended(
         }.get(mix)
         if layers == LAYERS_OF_70B and (raised or base) in ("q3_k", "q4_k"):
             raised = "q5_k"  # eight heads share it there: small, and worth its bits
-    elif ".ffn_down." in name:
+    elif ".ffn_down" in name:
         is_early = layer < layers // 8
         raised = {
             "q2_k": "q3_k",
@@ -230,6 +257,10 @@ def _intended(
             "q4_0": "q4_1" if config.imatrix and is_early else None,
             "q5_0": "q5_1" if config.imatrix and is_early else None,
         }.get(mix)
+    elif ".attn_qkv." in name:
+        raised = {"q3_k_m": "q4_k", "q3_k_l": "q4_k", "q4_k_m": "q5_k", "q5_k_m": "q6_k"}.get(mix)
+    elif ".attn_output." in name and has_eight_experts:
+        raised = "q5_k" if mix in ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m") else None
     elif ".attn_output." in name:
         raised = {"q2_k": "q3_k", "q3_k_m": "q4_k", "q3_k_l": "q5_k"}.get(mix)
     return raised or base
@@ -251,7 +282,6 @@ def _strict_problem(tensor: TensorPlan) -> str:
     )
 
 
-def _file_order(tensor: TensorPlan) -> tuple[int, int]:
-    if tensor.layer is not None:
-        return 1, tensor.layer
-    return (0 if tensor.name in ("token_embd.weight", ROPE_FACTORS) else 2), 0
+def _file_order(tensor: TensorPlan) -> tuple[int, int, str, int]:
+    section = 1 if tensor.layer is not None else 0 if tensor.name in ("token_embd.weight", ROPE_FACTORS) else 2
+    return section, tensor.layer or 0, tensor.stack or "", tensor.expert

@@ -207,7 +207,7 @@ def quantization_config(config: Config) -> dict[str, Any]:
         "group_size": config.group_size,
         "desc_act": desc_act,
         "sym": config.sym,
-        "lm_head": False,
+        "lm_head": config.lm_head,
         "quant_method": "gptq",
         "method": "gptq",
         "checkpoint_format": config.checkpoint_format,

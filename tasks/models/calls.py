@@ -39,6 +39,44 @@ class StandIn(nn.Module):
         return args[0] if args else kwargs["hidden_states"]
 
 
+class Handed(nn.Module):
+    """Takes all layers' place in the model's forward: hands on what it was given beforehand, as the last layer's output."""
+
+    def __init__(self, layer: nn.Module, in_tuple: bool) -> None:
+        """`in_tuple`: as layers of this family return it."""
+        super().__init__()
+        self._read_attributes_from = (layer,)
+        self._in_tuple = in_tuple
+        self.hidden_BTH: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_read_attributes_from"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.hidden_BTH,) if self._in_tuple else self.hidden_BTH
+
+
+# The head's name within its step.
+HEAD = "lm_head"
+
+
+class HeadStep(nn.Module):
+    """What a model does after its last layer, as far as its logits: the final norm, by its own forward, and the head."""
+
+    def __init__(self, front: nn.Module, last: Handed, head: nn.Module) -> None:
+        super().__init__()
+        self._front = (front, last)  # in a tuple: only the head is quantized
+        self.add_module(HEAD, head)
+
+    def forward(self, hidden_BTH: Tensor) -> Tensor:
+        front, last = self._front
+        last.hidden_BTH = hidden_BTH
+        normed_BTH = front(inputs_embeds=hidden_BTH, use_cache=False).last_hidden_state
+        last.hidden_BTH = None
+        logits_BTV: Tensor = self.get_submodule(HEAD)(normed_BTH)
+        return logits_BTV
+
+
 @dataclass(frozen=True)
 class Call:
     """What a layer was last called with on one device, and for which batch."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tasks.models import fp8_weights
-from tasks.models.calls import Arguments, Call, are_equal, calls_of_stand_ins, on_meta
+from tasks.models.calls import HEAD, Arguments, Call, Handed, HeadStep, are_equal, calls_of_stand_ins, on_meta
 from tasks.models.experts import UnfusedExperts
 from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
 from tasks.models.layer_names import LayoutError, is_for_further_tokens, linears, names_in_files, unfuse
@@ -74,9 +74,16 @@ class LinearKind:
 class Decoder:
     """The model of a source: names, shapes and subsets at once, weights a layer at a time. Safe for several threads."""
 
-    def __init__(self, source: SourceModel, model: PreTrainedModel, grouping: Grouping | None = None) -> None:
+    def __init__(
+        self,
+        source: SourceModel,
+        model: PreTrainedModel,
+        grouping: Grouping | None = None,
+        quantizes_head: bool = False,
+    ) -> None:
         self.source = source
         self._grouping = grouping
+        self.quantizes_head = quantizes_head
         self.config: PreTrainedConfig = model.config
         self.attn_implementation: str = model.config._attn_implementation
         self.model_class = type(model)
@@ -86,6 +93,7 @@ class Decoder:
         self._layers: tuple[nn.Module, ...] = tuple(layers)
         self.layer_count = len(self._layers)
         front_name = next(name for name, module in model.named_modules() if module is self._front)
+        self._front_name = front_name
         self._layers_name = ".".join(part for part in (front_name, self._layers_attribute) if part)
         try:
             self._in_files, self._outer_in_files = self._names_in_files(), self._outer_names_in_files()
@@ -118,11 +126,16 @@ class Decoder:
 
     @classmethod
     def from_source(
-        cls, source: SourceModel, attn_implementation: str = "sdpa", grouping: Grouping | None = None
+        cls,
+        source: SourceModel,
+        attn_implementation: str = "sdpa",
+        grouping: Grouping | None = None,
+        quantizes_head: bool = False,
     ) -> "Decoder":
         """Build the skeleton and compare it with the source's tensors; no tensor is read, but for a doubled head.
 
-        Without `grouping` all linears are quantized, and by one method.
+        Without `grouping` all linears are quantized, and by one method; with `quantizes_head` the head is too, as one more
+        step after the layers: methods that take a layer's number take that of the step, `layer_count`.
         Families that have no sdpa attention get transformers' eager one.
         Raises SourceError when the family is not supported, the source is quantized in a way that can't be read, or tensors are missing,
         unexpected or of another shape; all in one list.
@@ -150,16 +163,45 @@ class Decoder:
             raise SourceError(source.path, [f"transformers can't build it from `config.json`: {error}"]) from error
         if config.num_hidden_layers < 1:
             raise SourceError(source.path, [f"config.json gives it {config.num_hidden_layers} layers"])
-        return cls(source, model.eval().requires_grad_(False), grouping)
+        return cls(source, model.eval().requires_grad_(False), grouping, quantizes_head)
 
     # Names
 
     def layer_name(self, i: int) -> str:
-        """Full name of layer `i`: the prefix of its tensors, such as `model.layers.3`."""
+        """Full name of layer `i`: the prefix of its tensors, such as `model.layers.3`; of the head's step that of the head."""
+        if self.is_head(i):
+            return self.head_name
         return f"{self._layers_name}.{i}"
+
+    @property
+    def step_count(self) -> int:
+        """The layers, and the head where it is quantized."""
+        return self.layer_count + self.quantizes_head
+
+    def is_head(self, i: int) -> bool:
+        """Whether step `i` is no layer, but the head."""
+        return i == self.layer_count and self.quantizes_head
+
+    @cached_property
+    def head_name(self) -> str:
+        """Full name of the output head, such as `lm_head`."""
+        head = self._model.get_output_embeddings()
+        own_name = next(name for name, module in self._model.named_modules() if module is head)
+        return self._outer_in_files[f"{own_name}.weight"].removesuffix(".weight")
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the head is the embedding under a second name."""
+        return f"{self.head_name}.weight" in self._tied
+
+    def full_name(self, i: int, linear: str) -> str:
+        """Full name of a linear of layer `i`, by its name within it."""
+        return self.head_name if self.is_head(i) else f"{self.layer_name(i)}.{linear}"
 
     def layer_tensor_names(self, i: int) -> tuple[str, ...]:
         """Full names of all tensors of layer `i`, as the source has them."""
+        if self.is_head(i):
+            return tuple(name for name in self.outer_tensor_names if name.rpartition(".")[0] == self.head_name)
         return tuple(f"{self.layer_name(i)}.{name}" for name in self._skeleton(i).names.values())
 
     @cached_property
@@ -253,12 +295,16 @@ class Decoder:
 
     @cached_property
     def layers_of_each_arrangement(self) -> tuple[int, ...]:
-        """The first layer of each kind and each choice of linears that are quantized."""
+        """The first layer of each kind and each choice of linears that are quantized, and the head's step."""
         first: dict[Any, int] = {}
-        return tuple(dict.fromkeys(first.setdefault((kind, self.subsets(i)), i) for i, kind in enumerate(self.kinds)))
+        found = dict.fromkeys(first.setdefault((kind, self.subsets(i)), i) for i, kind in enumerate(self.kinds))
+        return (*found, *range(self.layer_count, self.step_count))
 
     def linear_shapes(self, i: int) -> dict[str, tuple[int, int]]:
         """(N, K) of every linear of layer `i` that is quantized, by its name within the layer, in order of execution."""
+        if self.is_head(i):
+            head: Any = self._model.get_output_embeddings()
+            return {name: (head.out_features, head.in_features) for (name,) in self.subsets(i)}
         layer = self._skeleton(i).layer
         return {
             name: (linear.out_features, linear.in_features)
@@ -276,6 +322,9 @@ class Decoder:
 
     def subsets(self, i: int) -> tuple[Subset, ...]:
         """What is quantized together in layer `i`, in order of execution: linears with one input, and of one grouping."""
+        if self.is_head(i):
+            is_left = self._grouping is not None and self._grouping(self.head_name) is None
+            return () if is_left else ((HEAD,),)
         if self._grouping is None:
             return self.linears_by_input(i)
         if i not in self._subsets:
@@ -291,6 +340,8 @@ class Decoder:
 
     def experts(self, i: int) -> tuple[tuple[Subset, Subset], ...]:
         """For each expert of layer `i` that is quantized its subset before and its subset after the activation."""
+        if self.is_head(i):
+            return ()
         quantized = set(self.subsets(i))
         return tuple(pair for pair in self._all_experts(i) if quantized.issuperset(pair))
 
@@ -330,10 +381,11 @@ class Decoder:
         """All linears that are quantized by name, shape and grouping, in the order of execution."""
         modules: dict[tuple[str, int, int, Hashable], list[str]] = {}
         layers: dict[tuple[str, int, int, Hashable], list[int]] = {}
-        for i in range(self.layer_count):
-            of_experts = {name for pair in self._all_experts(i) for subset in pair for name in subset}
+        for i in range(self.step_count):
+            of_experts = {name for pair in self.experts(i) for subset in pair for name in subset}
             for name, shape in self.linear_shapes(i).items():
-                label, full = name, f"{self.layer_name(i)}.{name}"
+                full = self.full_name(i, name)
+                label = full if self.is_head(i) else name
                 if name in of_experts:
                     experts, _, projection = name.rsplit(".", 2)
                     label = f"{experts}.*.{projection}"
@@ -357,9 +409,7 @@ class Decoder:
         for own, linear in linears(layer):
             name = skeleton.in_file(own)
             linear.register_forward_pre_hook(lambda _, args, name=name: seen.append((name, args[0])))
-        hidden_BTH = torch.zeros(1, 2, self.config.hidden_size)
-        arguments = on_meta(self.call_arguments(i, hidden_BTH, None))
-        layer(hidden_BTH.to("meta"), **arguments)
+        self._traced_output(i, layer)
         subsets: list[list[str]] = []
         previous = None
         for name, input_BTK in seen:
@@ -369,6 +419,13 @@ class Decoder:
                 subsets.append([name])
             previous = input_BTK
         return tuple(tuple(subset) for subset in subsets)
+
+    def _traced_output(self, i: int, layer: nn.Module | None = None) -> Any:
+        """What a layer returns for some tokens, on the meta device."""
+        layer = layer or copy.deepcopy(self._skeleton(i).layer, {id(self.config): self.config})
+        hidden_BTH = torch.zeros(1, 2, self.config.hidden_size)
+        arguments = on_meta(self.call_arguments(i, hidden_BTH, None))
+        return layer(hidden_BTH.to("meta"), **arguments)
 
     def folding(self, i: int) -> Folding:
         """Which modules of layer `i` may take up scales of its linears' inputs; no weight is read."""
@@ -403,6 +460,8 @@ class Decoder:
         dtype while it is converted.
         """
         dtype = dtype or self.compute_dtype(device)
+        if self.is_head(i):
+            return self._materialised_head(device, dtype)
         layer, names = copy.deepcopy(self._layers[i], {id(self.config): self.config}), self._in_files[self.kinds[i]]
         prefix = f"{self.layer_name(i)}."
         own_names = {f"{prefix}{in_file}": own for own, in_file in unfuse(layer, names).items()}
@@ -411,6 +470,24 @@ class Decoder:
         for module in layer.modules():
             _fill_buffers(self._model, module, device)
         return layer.requires_grad_(False)
+
+    def _materialised_head(self, device: str | torch.device, dtype: torch.dtype) -> nn.Module:
+        """The head, and before it what the model's own forward does after its last layer."""
+        front = copy.deepcopy(self._front, {id(self.config): self.config})
+        last = Handed(self._layers[-1], isinstance(self._traced_output(self.layer_count - 1), tuple))
+        setattr(front, self._layers_attribute, nn.ModuleList([last]))
+        head = copy.deepcopy(self._model.get_output_embeddings())
+        for module, in_file in (
+            (front, lambda name: self._outer_in_files[".".join(filter(None, (self._front_name, name)))]),
+            (head, lambda name: f"{self.head_name}.{name}"),
+        ):
+            names = {in_file(name): name for name, parameter in module.named_parameters() if parameter.is_meta}
+            for full, name in names.items():
+                if full != self._embedding_name:
+                    (tensor,) = self.source.load([full], device, dtype).values()
+                    owner, _, own = name.rpartition(".")
+                    module.get_submodule(owner).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
+        return HeadStep(front, last, head)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Hidden states [B, T, H] entering layer 0 for token ids [B, T], on the CPU in the source's dtype.
@@ -441,6 +518,8 @@ class Decoder:
         use rather than keep it. Batches of one shape and padding in a row share their tensors: read them only.
         Every answer comes from fresh tables, so it depends on this batch alone.
         """
+        if self.is_head(i):
+            return {}
         # All layers of a kind are called alike (`unlike_calls`), so that the last one costs no more than the first.
         i, device = self.kinds[i], hidden_BTH.device
         if attention_mask_BT is not None:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from tasks.models.calls import map_tensors
+from tasks.models.calls import HEAD, map_tensors
 from tasks.models.decoder import EXPERTS, Decoder, layer_list
 from tasks.models.experts import UnfusedExperts, fused_experts
 from tasks.models.staged import StagedForward
 
 VOCABULARY_ROWS = 32
+HEAD_INPUT = "input of the head"
 TOKENS = 24
 
 Trace = list[tuple[str, Tensor]]  # what was seen and its name, in order of execution
@@ -49,10 +50,12 @@ def check_replay(decoder: Decoder, device: str | torch.device = "cpu") -> None:
     padded[1, TOKENS // 2 :] = False
     for attention_mask in (full, padded):
         _refuse_unlike_calls(decoder, attention_mask, device)
-        with torch.no_grad(), _recorded(theirs) as expected:
+        with torch.no_grad(), _recorded(theirs, reference if decoder.quantizes_head else None) as expected:
             reference(input_ids.to(device), attention_mask=attention_mask.to(device), use_cache=False)
         with _recorded(ours) as actual:
-            _replay(decoder, chosen, ours, input_ids, attention_mask, device)
+            hidden_BTH = _replay(decoder, chosen, ours, input_ids, attention_mask, device)
+        if decoder.quantizes_head:
+            actual.append((HEAD_INPUT, _head_input(decoder, hidden_BTH)))
         _compare(expected, actual)
 
 
@@ -141,8 +144,10 @@ def _replay(
     input_ids: Tensor,
     attention_mask: Tensor,
     device: str | torch.device,
-) -> None:
-    """Run the layers one after the other as a run does, but for the rounding between them, which the model has not."""
+) -> Tensor:
+    """Run the layers one after the other as a run does, but for the rounding between them, which the model has not; what
+    leaves the last.
+    """
     hidden_BTH = decoder.embed(input_ids).to(device, decoder.compute_dtype(device))
     for i in chosen:
         arguments = decoder.call_arguments(i, hidden_BTH, attention_mask)
@@ -151,6 +156,15 @@ def _replay(
                 for _ in staged.advance(subset):
                     pass
             (hidden_BTH,) = staged.finish()
+    return hidden_BTH
+
+
+def _head_input(decoder: Decoder, hidden_BTH: Tensor) -> Tensor:
+    i = decoder.layer_count
+    head = decoder.materialise(i, hidden_BTH.device)
+    with StagedForward(head, ((HEAD,),), [(hidden_BTH, decoder.call_arguments(i, hidden_BTH, None))]) as staged:
+        ((_, input_BTH),) = staged.advance((HEAD,))
+    return input_BTH
 
 
 def _weights(layers: Mapping[str, nn.Module]) -> Trace:
@@ -167,8 +181,11 @@ def _weights(layers: Mapping[str, nn.Module]) -> Trace:
 
 
 @contextmanager
-def _recorded(layers: Mapping[str, nn.Module]) -> Iterator[Trace]:
-    """Record what enters and leaves the layers and their experts, and what enters their other linears, while this is open."""
+def _recorded(layers: Mapping[str, nn.Module], with_head: PreTrainedModel | None = None) -> Iterator[Trace]:
+    """Record what enters and leaves the layers and their experts, and what enters their other linears, while this is open.
+
+    And what enters the head of a whole model.
+    """
     trace: Trace = []
 
     def record(name: str, value: Any) -> None:
@@ -198,6 +215,9 @@ def _recorded(layers: Mapping[str, nn.Module]) -> Iterator[Trace]:
                 handles.append(module.register_forward_pre_hook(on_entry(full), with_kwargs=True))
             if name in experts:
                 handles.append(module.register_forward_hook(on_exit(full)))
+    if with_head is not None:
+        head = with_head.get_output_embeddings()
+        handles.append(head.register_forward_pre_hook(lambda _, args: record(HEAD_INPUT, args)))
     try:
         yield trace
     finally:
