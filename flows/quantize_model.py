@@ -305,7 +305,7 @@ class _Quantization:
 
     def _tell_time(self, run: running.Run, layer_bytes_after: int) -> None:
         """How long the unfinished layers will take, by a trial on the devices of the run."""
-        if not self.job.time_estimate or run.session.cursor == run.decoder.layer_count:
+        if not self.job.time_estimate or run.session.cursor == run.decoder.step_count:
             return
         batches = run.calibration.batches if run.calibration is not None else ()
         trial = Trial(

@@ -68,9 +68,10 @@ class Trial:
     def _layers(self, threads: int) -> tuple[float, ...]:
         torch.set_num_threads(threads)  # of this thread
         decoder = self.decoder
+        kinds = (*decoder.kinds, *range(decoder.layer_count, decoder.step_count))  # the head is a step of its own kind
         with torch.no_grad():
-            alike = {(decoder.kinds[i], decoder.subsets(i)): self._layer(i) for i in decoder.layers_of_each_arrangement}
-        return tuple(alike[decoder.kinds[i], decoder.subsets(i)] for i in range(decoder.layer_count))
+            alike = {(kinds[i], decoder.subsets(i)): self._layer(i) for i in decoder.layers_of_each_arrangement}
+        return tuple(alike[kind, decoder.subsets(i)] for i, kind in enumerate(kinds))
 
     # A layer
 
@@ -94,11 +95,11 @@ class Trial:
             tokens = self.tokens * (share if subset in experts else 1.0)
             if scheme.needs_activations:
                 seconds += self._summing(width, tokens)
-                alone += self._preparing(width, f"{decoder.layer_name(i)}.{subset[0]}")
+                alone += self._preparing(width, decoder.full_name(i, subset[0]))
                 if self.rewinds and not experts:
                     passing += passed
                 passed += 2 * tokens * rows * width * product
-            seconds += self._quantizing(width, rows, f"{decoder.layer_name(i)}.{subset[0]}")
+            seconds += self._quantizing(width, rows, decoder.full_name(i, subset[0]))
         if scheme.needs_activations:
             widest = max((width for _, width in shapes.values()), default=0)
             hidden = decoder.config.hidden_size

@@ -76,6 +76,12 @@ def test_modules_under_rules_are_tried_as_they_are_quantized(model: Path, tmp_pa
     assert plan.time is not None and len(plan.time.layer_seconds) == plan.layer_count == 2
 
 
+def test_a_quantized_head_is_a_step_of_its_own(model: Path, tmp_path: Path) -> None:
+    config = GPTQConfig(group_size=32, lm_head=True)
+    plan = preflight.check(tiny_job(model, tmp_path, quantization=config), trial=True)
+    assert plan.time is not None and len(plan.time.layer_seconds) == plan.layer_count + 1
+
+
 def test_a_trial_that_fails_is_told_and_costs_nothing(model: Path, tmp_path: Path, monkeypatch) -> None:
     def fail(trial: Trial, threads: int | None = None) -> TimeEstimate:
         raise RuntimeError("no such kernel")
