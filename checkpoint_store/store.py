@@ -29,7 +29,15 @@ from checkpoint_store.generations import (
     read_manifest,
 )
 from checkpoint_store.lock import Attempt, ReadersLock, WriterLock, refuse_network_file_system
-from checkpoint_store.objects import Counters, ObjectRef, Payload, map_verified, verify_objects, write_object
+from checkpoint_store.objects import (
+    Counters,
+    ObjectRef,
+    Payload,
+    check_size,
+    map_verified,
+    verify_objects,
+    write_object,
+)
 from checkpoint_store.published import Generation, Pinned
 from checkpoint_store.root import CURRENT, GENERATIONS, OBJECTS, Root
 
@@ -71,7 +79,7 @@ class CheckpointStore:
         self._manifests: dict[Entry, Manifest] = {}
         self._staged: dict[str, int] = {}
         self._latest: Generation | None = None  # pinned or published by this store: its objects may be named again
-        self._verified: set[Entry] = set()
+        self._whole: dict[Entry, bool] = {}  # generations that were looked at, and whether they are whole
         self._root_id = ""
         self._entries: tuple[Entry, ...] = ()
         self._raw_current: bytes | None = None
@@ -284,10 +292,11 @@ class CheckpointStore:
                     return self.pin(check_identity)
                 logger.error("generation %d is damaged: %s", generation.gen, error)
                 fallen.append((generation, str(error)))
+                self._whole[generation.entry] = False
                 continue
             self.counters.bytes_verified += sum({ref.sha256: ref.size for ref in manifest.objects}.values())
             self._latest = generation
-            self._verified.add(generation.entry)
+            self._whole[generation.entry] = True
             return Pinned(generation, views, self.view, tuple(fallen))
         if not fallen:
             return None
@@ -370,7 +379,7 @@ class CheckpointStore:
             self._entries, self._raw_current, self.spare_because = entries, raw_current, None
             self._manifests = {kept: found for kept, found in self._manifests.items() if kept in entries}
             self._manifests[entry] = manifest
-            self._verified.add(entry)
+            self._whole[entry] = True
             self._latest = Generation(entry, self._load)
             self._staged = {sha256: size for sha256, size in self._staged.items() if sha256 not in manifest.sizes}
             self._sweep_after_publish(dropped)
@@ -404,14 +413,30 @@ class CheckpointStore:
             )
 
     def _retained_with(self, newest: Entry) -> tuple[Entry, ...]:
-        """The new list: `keep_last` generations known to be whole, and what is listed between them."""
+        """The new list: `keep_last` generations taken to be whole, and what is listed between them."""
         entries, whole = [newest], 1
         for entry in self._entries:
             if whole == self.keep_last:
                 break
             entries.append(entry)
-            whole += entry in self._verified
+            whole += self._counts_as_whole(entry)
         return tuple(entries)
+
+    def _counts_as_whole(self, entry: Entry) -> bool:
+        """As it was found when it was verified or written; else, looked at once, by its manifest and its objects' sizes.
+
+        Those not verified are older than the one that this writer went on from: they never push that out, and if they did
+        not count, writers that live for a few layers each would drop nothing.
+        """
+        if entry not in self._whole:
+            try:
+                for ref in self._load(entry).objects:
+                    check_size(self._disk, self._root.objects, ref, self._root.path)
+                self._whole[entry] = True
+            except CheckpointError as error:
+                logger.warning("generation %d does not count as one of those to be kept: %s", entry.gen, error)
+                self._whole[entry] = False
+        return self._whole[entry]
 
     # Garbage ---------------------------------------------------------------------------------------------------------
 

@@ -122,6 +122,46 @@ def test_keep_last_decides_how_many_generations_and_objects_stay(tmp_path):
         CheckpointStore.open(path, keep_last=1)
 
 
+@pytest.mark.parametrize("keep_last", [2, 3, 5])
+def test_writers_that_live_for_one_layer_each_keep_no_more_generations_than_others(tmp_path, keep_last):
+    path = tmp_path / "root"
+    for layer in range(8):
+        with CheckpointStore.open(path, keep_last=keep_last) as store:
+            publish_layers(store, layer, layer + 1)
+            assert [found.gen for found in store.generations()] == list(range(layer + 1, 0, -1))[:keep_last]
+        assert files(path) == retained(path)
+    assert contents(path) == expected(8)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "manifest"])
+def test_a_generation_seen_to_be_damaged_is_none_of_those_to_be_kept(tmp_path, damage):
+    path = tmp_path / "root"
+    with CheckpointStore.open(path, keep_last=4) as store:
+        publish_layers(store, 0, 4)
+    victim = manifest_of(path, 4) if damage == "manifest" else object_of(path, 4, "hidden.00000")
+    victim.write_bytes(b"x" * (victim.stat().st_size - (damage == "cut")))
+    with CheckpointStore.open(path, keep_last=3) as store:
+        pinned = store.pin(accept)
+        assert pinned is not None and pinned.cursor == 3
+        ref = store.stage("record", "other", BytesPayload(b"other"))
+        store.publish(IDENTITY, 3, 300, [*pinned.objects, ref])
+        assert [found.gen for found in store.generations()] == [5, 4, 3, 2]
+
+
+def test_an_older_generation_that_lacks_an_object_is_none_of_those_to_be_kept_and_leaves_the_list_in_its_turn(tmp_path):
+    path = tmp_path / "root"
+    with CheckpointStore.open(path, keep_last=4) as store:
+        publish_layers(store, 0, 4)
+    object_of(path, 3, "hidden.00000").unlink()
+    listed = []
+    for layer in range(4, 7):
+        with CheckpointStore.open(path, keep_last=3) as store:
+            publish_layers(store, layer, layer + 1)
+            listed.append([found.gen for found in store.generations()])
+    assert listed == [[5, 4, 3, 2], [6, 5, 4], [7, 6, 5]]
+    assert files(path) == retained(path)
+
+
 def test_a_file_that_is_no_directory_is_refused_as_a_root(tmp_path):
     (tmp_path / "file").write_bytes(b"x")
     for mode in ("read", "write"):
