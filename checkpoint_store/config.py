@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 KEEP_LAST_MOST = 256  # so many entries fit into CURRENT
+_INTERVAL = "layer:[1-9][0-9]{0,5}"
 
 
 class CheckpointConfig(BaseModel):
@@ -24,7 +25,11 @@ class CheckpointConfig(BaseModel):
         "auto",
         description="`auto` starts or resumes, `required` fails without a published checkpoint, `never` fails with one.",
     )
-    interval: str = Field("layer:1", description="Publish after every so many finished layers; the last always is.")
+    interval: str = Field(
+        "layer:1",
+        description="Publish after every so many finished layers; the last always is.",
+        json_schema_extra={"pattern": f"^{_INTERVAL}$"},  # for a form; this program's own words are below
+    )
     keep_last: int = Field(2, ge=2, le=KEEP_LAST_MOST, description="Published generations retained for fallback.")
     strict_device_check: bool = Field(
         True, description="Require the physical GPU uuid and serial that the checkpoint records."
@@ -41,7 +46,7 @@ class CheckpointConfig(BaseModel):
     @field_validator("interval")
     @classmethod
     def _interval_is_layers(cls, value: str) -> str:
-        if not re.fullmatch(r"layer:[1-9][0-9]{0,5}", value):
+        if not re.fullmatch(_INTERVAL, value):
             raise ValueError(f"interval `{value}` is not understood; write `layer:1`, `layer:2`, ...")
         return value
 

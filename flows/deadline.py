@@ -6,10 +6,10 @@ from datetime import UTC, datetime, time, timedelta
 from typing import Annotated
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
-_TIME_OF_DAY = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)(?: ([A-Za-z0-9_+\-/]+))?")
-_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_TIME_OF_DAY = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])(?: ([A-Za-z0-9_+\-/]+))?")
+_DURATION = re.compile(r"(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-9]+)s)?")
 DAY = timedelta(days=1)
 
 
@@ -78,4 +78,6 @@ def checked(text: str) -> str:
     return text
 
 
-DeadlineText = Annotated[str, AfterValidator(checked)]
+# What a form refuses; `checked` tells why, and knows the time zones.
+_PATTERN = f"^(?:{_TIME_OF_DAY.pattern}|(?=.){_DURATION.pattern})$"
+DeadlineText = Annotated[str, AfterValidator(checked), Field(json_schema_extra={"pattern": _PATTERN})]

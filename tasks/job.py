@@ -67,7 +67,7 @@ class _Grid(_Quantization):
     """The integer grid and the file layout of GPTQ and RTN."""
 
     bits: Literal[2, 3, 4, 8] = Field(4, description="Code width.")
-    group_size: Annotated[int, Field(ge=-1)] = Field(
+    group_size: Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}})] = Field(
         128, description="Input columns per scale; -1 is one scale per output channel."
     )
     sym: bool = Field(True, description="Symmetric grid around zero; otherwise each group has its own zero point.")
@@ -224,7 +224,7 @@ class AWQConfig(_Quantization):
 
     method: Literal["awq"] = Field("awq", description="AWQ, which needs calibration data.")
     bits: Literal[4, 8] = Field(4, description="Code width; layout awq holds 4.")
-    group_size: Annotated[int, Field(ge=-1)] = Field(
+    group_size: Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}})] = Field(
         128, description="Input columns per scale; -1 is one scale per output channel."
     )
     sym: bool = Field(False, description="Symmetric grid around zero; otherwise each group has its own zero point.")

@@ -172,7 +172,11 @@ def test_the_form_offers_methods_as_a_choice_and_explains_every_field(server: Pr
         ("quantization", {"method": "no-such-method"}),
         ("quantization", {"method": "gptq", "bits": 5}),
         ("quantization", {"method": "rtn", "desc_act": True}),
+        ("quantization", {"method": "gptq", "group_size": 0}),
+        ("quantization", {"method": "awq", "group_size": 0}),
         ("calibration", {"data": "text.txt", "samples": 0}),
+        ("checkpoint", {"interval": "layer:0"}),
+        ("checkpoint", {"keep_last": 1}),
     ],
 )
 def test_the_server_refuses_wrong_values_before_there_is_a_run(
@@ -183,6 +187,15 @@ def test_the_server_refuses_wrong_values_before_there_is_a_run(
         job = {"model": "model", "output": "output", section: wrong}
         with pytest.raises(PrefectHTTPStatusError, match=r"409|422"):
             client.create_flow_run_from_deployment(deployment.id, parameters={"job": job}, state=Pending())
+
+
+@pytest.mark.parametrize("wrong", ["25:99", "tomorrow", "", "8 h", "06:00 "])
+def test_the_server_refuses_a_wrong_deadline_before_there_is_a_run(wrong: str, server: PrefectServer) -> None:
+    with server.client() as client:
+        deployment = client.read_deployment_by_name("quantize-model/quantize")
+        parameters = {"job": {"model": "model", "output": "output"}, "deadline": wrong}
+        with pytest.raises(PrefectHTTPStatusError, match=r"409|422"):
+            client.create_flow_run_from_deployment(deployment.id, parameters=parameters, state=Pending())
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(3.4, "3 s"), (89, "89 s"), (720, "12 min"), (12600, "3.5 h")])
