@@ -166,11 +166,9 @@ class GGUFScheme(Scheme):
             )
         if family.architecture == "llama" and any(name.endswith(".bias") for name in self.entries):
             yield "transformers leaves out the biases of a .gguf file without an error (seen in 5.24.0); llama.cpp reads them"
-        if self.plan.fallbacks:
-            yield (
-                f"{len(self.plan.fallbacks)} tensors get a larger type than intended, as their rows do not fill its "
-                f"blocks; --strict refuses that"
-            )
+        if count := len(self.plan.fallbacks):
+            tensors = "1 tensor gets" if count == 1 else f"{count} tensors get"
+            yield f"{tensors} a larger type than intended, as rows do not fill its blocks; --strict refuses that"
 
     def working_bytes(self, out_features: int, in_features: int) -> int:
         """Its magnitudes, then the blocks and a few rows at a time."""
