@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from tasks.formats.gguf_families import READ_BY_TRANSFORMERS
+from tasks.formats.gguf_families import lost_in_transformers
 from tasks.formats.gguf_plan import ROPE_FACTORS
 from tasks.models import fp8_weights
 from tasks.models.layer_names import is_for_further_tokens
@@ -60,21 +60,18 @@ def _lost_in_transformers(file: GGUFReader) -> str | None:
     """What of a .gguf file transformers leaves out without a word, or None."""
     held = {name: field.contents() for name, field in file.fields.items() if not name.startswith("tokenizer.")}
     architecture, names = held["general.architecture"], {tensor.name for tensor in file.tensors}
-    if architecture not in READ_BY_TRANSFORMERS:
-        return f"is of the architecture {architecture}"
-    if f"{architecture}.expert_count" in held:
-        return "is a mixture of experts"
     biases = sorted(name for name in names if name.endswith(".bias"))
     if biases and architecture == "llama":
         return f"holds biases ({biases[0]} and others)"
-    size = held.get(f"{architecture}.attention.key_length", 0)
-    plain = size // 4 if architecture == "stablelm" else size  # what it takes for granted
-    rotated = held.get(f"{architecture}.rope.dimension_count", plain)
-    if ROPE_FACTORS in names or f"{architecture}.rope.scaling.type" in held:
-        return "scales its rotary embeddings"
-    if rotated != plain:
-        return f"rotates {rotated} columns of each head"
-    return None
+    columns = held.get(f"{architecture}.attention.key_length", 0)
+    return lost_in_transformers(
+        architecture,
+        has_experts=f"{architecture}.expert_count" in held,
+        head_columns=columns,
+        rotated=held.get(f"{architecture}.rope.dimension_count", columns),
+        scales_rotary=ROPE_FACTORS in names or f"{architecture}.rope.scaling.type" in held,
+        vocabulary=len(file.fields["tokenizer.ggml.tokens"].data),
+    )
 
 
 def _from_tensors(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:

@@ -16,7 +16,15 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tasks.formats import gguf
-from tasks.formats.gguf_families import READ_BY_TRANSFORMERS, context_length, family_of, window_of
+from tasks.formats.gguf_families import (
+    context_length,
+    family_of,
+    head_size,
+    lost_in_transformers,
+    rope_parameters,
+    rotated_columns,
+    window_of,
+)
 from tasks.formats.gguf_plan import GGUFPlan, TensorPlan, make_plan
 from tasks.formats.gguf_tokenizer import TokenizerFields, tokenizer_fields
 from tasks.job import GGUFConfig
@@ -155,9 +163,16 @@ class GGUFScheme(Scheme):
 
     def notes(self) -> Iterator[str]:
         family = family_of(self.model_config)
-        if family.architecture not in READ_BY_TRANSFORMERS or family.has_experts:
-            what = f"{family.architecture} .gguf files" + " with experts" * family.has_experts
-            yield f"transformers does not read {what} as they are (seen in 5.24.0); llama.cpp does"
+        lost = lost_in_transformers(
+            family.architecture,
+            has_experts=family.has_experts,
+            head_columns=head_size(self.model_config),
+            rotated=rotated_columns(self.model_config),
+            scales_rotary=rope_parameters(self.model_config)["rope_type"] != "default",
+            vocabulary=self.source.tensors["model.embed_tokens.weight"].shape[0],
+        )
+        if lost is not None:
+            yield f"transformers does not read this .gguf file as it is (seen in 5.24.0), which {lost}; llama.cpp does"
         window, context = window_of(self.model_config), context_length(self.model_config)
         if window == context and context < self.model_config.get("max_position_embeddings", 0):
             yield (
@@ -166,11 +181,9 @@ class GGUFScheme(Scheme):
             )
         if family.architecture == "llama" and any(name.endswith(".bias") for name in self.entries):
             yield "transformers leaves out the biases of a .gguf file without an error (seen in 5.24.0); llama.cpp reads them"
-        if self.plan.fallbacks:
-            yield (
-                f"{len(self.plan.fallbacks)} tensors get a larger type than intended, as their rows do not fill its "
-                f"blocks; --strict refuses that"
-            )
+        if count := len(self.plan.fallbacks):
+            tensors = "1 tensor gets" if count == 1 else f"{count} tensors get"
+            yield f"{tensors} a larger type than intended, as rows do not fill its blocks; --strict refuses that"
 
     def working_bytes(self, out_features: int, in_features: int) -> int:
         """Its magnitudes, then the blocks and a few rows at a time."""

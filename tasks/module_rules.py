@@ -36,6 +36,18 @@ class SkipRule(BaseModel):
         r"-:model\.layers\.[0-3]\.mlp\.down_proj; -: leaves them as they are.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_settings(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and (unknown := [str(name) for name in data if name not in cls.model_fields]):
+            known = ", ".join(name for name in cls.model_fields if name != "pattern")
+            may = f"may give modules {known}, or leave them" if known else "may only leave modules"
+            raise ValueError(
+                f"rule `{data.get('pattern')}` has {', '.join(unknown)}; rules of this method {may} as they are, with "
+                f"`{LEAVE}` before the pattern"
+            )
+        return data
+
     @field_validator("pattern")
     @classmethod
     def _is_a_regular_expression(cls, pattern: str) -> str:

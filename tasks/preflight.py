@@ -20,6 +20,7 @@ from tasks.memory_estimate import MemoryEstimate
 from tasks.models.decoder import SUPPORTED, Decoder, is_supported
 from tasks.models.layer_names import ROUTERS
 from tasks.models.source import SourceError, SourceModel
+from tasks.module_rules import ModuleConfigs
 from tasks.places import (
     bytes_of_objects,
     occupied,
@@ -162,6 +163,8 @@ class _Findings:
                 f"lm_head: `{decoder.head_name}` is the embedding under another name (tie_word_embeddings), and no loader "
                 f"takes the one quantized and the other not; leave out lm_head, or untie them in the source"
             )
+        elif ModuleConfigs(self.job.quantization).of(decoder.head_name) is None:
+            yield f"lm_head: rules leave `{decoder.head_name}` as it is; leave out lm_head, or the rule that matches it"
         if self.job.adapter is not None:
             yield f"lm_head: adapter `{self.job.adapter.method}` is made for layers only; leave out one of the two"
 

@@ -261,6 +261,8 @@ class Scheme:
     def summary(self) -> str:
         """Method and settings in a line."""
         asked = self.config.model_dump(mode="json")
+        if asked.get("quant_type") == "int8":
+            del asked["double_quant"]  # whose scales are of rows, and never quantized
         settings = [
             _setting(name, value) for name, value in asked.items() if name not in ("method", "checkpoint_format")
         ]
@@ -302,6 +304,18 @@ class Scheme:
             yield "transformers loads awq files with the gptqmodel package only; vLLM and GPTQModel read them themselves"
             if config.group_size == 16:
                 yield "vLLM has no kernel for awq files with groups of 16; GPTQModel has"
+        if isinstance(config, GPTQConfig | RTNConfig | AWQConfig) and self.layout is compressed_tensors_layout:
+            fast = compressed_tensors_layout.FAST_GROUP_SIZES
+            if config.group_size not in (-1, *fast):
+                yield (
+                    f"vLLM has no kernel for compressed-tensors files with groups of {config.group_size}, only of "
+                    f"{', '.join(map(str, fast))} or -1; transformers reads them"
+                )
+            if config.bits == 8 and not config.sym:
+                yield (
+                    "vLLM computes 8-bit asymmetric compressed-tensors files on Hopper GPUs only (its Machete kernel); "
+                    "transformers reads them, and symmetric ones are read by both"
+                )
         if isinstance(config, FP8Config) and config.fp8_format == "e5m2":
             yield "vLLM takes e5m2 for e4m3 and computes garbage; transformers widens the weights as it loads them"
 

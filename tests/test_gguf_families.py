@@ -24,7 +24,7 @@ from tests.llamacpp import ask_llamacpp
 from tests.test_family_flow import stopped_and_whole
 from tests.tiny_families import COMMON, write_tiny
 from tests.tiny_families import FAMILIES as TINY
-from tests.tiny_models import TEXTS, write_tiny_llama
+from tests.tiny_models import LLAMA3_ROPE, TEXTS
 
 # Weights are float32 in the file; llama.cpp keeps keys and values of attention in float16. gemma's logits are the largest.
 LOG_PROBABILITY_TOLERANCE = 0.05
@@ -189,9 +189,31 @@ def test_a_config_that_leaves_out_what_its_family_takes_for_granted_is_the_same_
     assert GGUFScheme(GGUFConfig(), SourceModel.open(str(path))).model_config == whole
 
 
-@pytest.mark.parametrize("options", [{"llama3_rope": True}, {"attention_bias": True}])
-def test_what_transformers_leaves_out_of_a_file_is_not_judged_by_it(options: dict[str, Any], tmp_path: Path) -> None:
-    source_path = write_tiny_llama(tmp_path / "source", **options)
+@pytest.mark.parametrize(
+    ("family", "options", "lost"),
+    [
+        ("llama", {"rope_parameters": LLAMA3_ROPE}, "scales its rotary embeddings"),
+        ("llama", {"attention_bias": True}, "biases"),
+        ("stablelm", {"qk_layernorm": False, "partial_rotary_factor": 0.5}, "rotates 8 columns of each head"),
+        ("qwen3", {"head_dim": 16}, "has heads of 16 columns"),
+        ("phi3", {"sliding_window": None}, "has 320 tokens, none of them number 32000"),
+        ("granite", {}, "is of the architecture granite"),
+    ],
+)
+def test_what_transformers_leaves_out_of_a_file_is_told_by_the_plan_and_not_judged_by_it(
+    family: str, options: dict[str, Any], lost: str, tmp_path: Path
+) -> None:
+    source_path = write_tiny(family, tmp_path / "source", **options)
+    plan = preflight.check(tiny_job(source_path, tmp_path, quantization=GGUFConfig(quant_type="q8_0")))
+    (note,) = [note for note in plan.notes if "transformers" in note]
+    assert lost in note and "5.24.0" in note and "llama.cpp" in note
     write_gguf(source_path, tmp_path / GGUF_FILE)
-    with pytest.raises(ValueError, match="which transformers does not read; judge it with llama"):
+    with pytest.raises(ValueError, match=f"{lost}.*which transformers does not read; judge it with llama"):
         dense_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_nothing_is_told_of_transformers_where_it_reads_the_file(name: str, tmp_path: Path) -> None:
+    model = write_model(name, tmp_path / "model")
+    plan = preflight.check(tiny_job(model, tmp_path, quantization=GGUFConfig(quant_type="q8_0")))
+    assert not any("transformers" in note for note in plan.notes)

@@ -154,6 +154,12 @@ def test_a_plan_foretells_the_bytes(model: Path, exports: dict[str, Path], tmp_p
         (False, GPTQConfig(group_size=32, lm_head=True), {"adapter": EoRAConfig(rank=4)}, "is made for layers only"),
         (False, RTNConfig(group_size=32, lm_head=True, dynamic={"lm_head": {"group_size": 48}}), {}, "`lm_head`"),
         (False, RTNConfig(group_size=32, dynamic={"lm_head": {"bits": 8}}), {}, "matches no linear"),
+        (
+            False,
+            RTNConfig(group_size=32, lm_head=True, dynamic={"-:lm_head": {}}),
+            {},
+            "rules leave `lm_head` as it is",
+        ),
     ],
 )
 def test_heads_that_can_not_be_quantized_are_refused_before_anything_is_spent(

@@ -481,6 +481,7 @@ def test_what_the_chosen_layout_can_not_hold_is_told_whatever_the_method(model, 
             "rtn, 4 bit, groups of 32, asymmetric, layout awq",
         ),
         ({"method": "bitsandbytes"}, "bitsandbytes, nf4, double quantization, layout bitsandbytes"),
+        ({"method": "bitsandbytes", "quant_type": "int8"}, "bitsandbytes, int8, layout bitsandbytes"),
     ],
 )
 def test_the_plan_needs_no_calibration_of_a_weight_only_method(model, tmp_path, quantization, words):
@@ -506,6 +507,22 @@ def test_awq_needs_calibration_and_sizes_that_its_layout_holds(model, tmp_path):
         model, tmp_path, quantization={"method": "rtn", "bits": 8, "group_size": 32, "checkpoint_format": "awq"}
     )
     assert "the awq layout holds 4 bits, not 8" in problem
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"group_size": 16}, ["vLLM has no kernel for compressed-tensors files with groups of 16, only of 32, 64, 128 or -1"]),
+        ({"group_size": 32, "bits": 8, "sym": False}, ["vLLM computes 8-bit asymmetric compressed-tensors files on Hopper"]),
+        ({"group_size": 32, "bits": 8}, []),
+        ({"group_size": -1, "sym": False}, []),
+    ],
+)  # fmt: skip
+def test_what_vllm_does_not_compute_of_compressed_tensors_is_told(model, tmp_path, settings, told):
+    for method in ("rtn", "gptq", "awq"):
+        quantization = {"method": method, "sym": True, "checkpoint_format": "compressed-tensors"} | settings
+        notes = [n for n in plan_of(model, tmp_path, quantization=quantization).notes if "vLLM" in n]
+        assert len(notes) == len(told) and all(map(str.startswith, notes, told)), notes
 
 
 def test_what_awq_can_not_scale_and_who_reads_it_is_told(model, tmp_path, monkeypatch):

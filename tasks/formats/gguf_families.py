@@ -20,6 +20,8 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 NO_ROPE_STEP = 4
 # Architectures that transformers 5.24.0 computes from a .gguf file as llama.cpp does, with plain rotary embeddings.
 READ_BY_TRANSFORMERS = frozenset({"llama", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2"})
+# What it does not look for in the file.
+QWEN3_HEAD, PHI3_PADDING = 128, 32000
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,25 @@ def _attention_problems(family: Family, config: Mapping[str, Any]) -> Iterator[s
         yield "gguf export knows stablelm without qk_layernorm only"
     if family.architecture == "starcoder2" and not config.get("use_bias", True):
         yield f"{readers} want biases everywhere; this model has none"
+
+
+def lost_in_transformers(
+    architecture: str, *, has_experts: bool, head_columns: int, rotated: int, scales_rotary: bool, vocabulary: int
+) -> str | None:
+    """What of a .gguf file, as one says of it, transformers 5.24.0 leaves out or takes otherwise; None for nothing."""
+    if architecture not in READ_BY_TRANSFORMERS:
+        return f"is of the architecture {architecture}"
+    if has_experts:
+        return "is a mixture of experts"
+    if scales_rotary:
+        return "scales its rotary embeddings"
+    if architecture == "qwen3" and head_columns != QWEN3_HEAD:
+        return f"has heads of {head_columns} columns, where {QWEN3_HEAD} are taken for granted"
+    if architecture == "phi3" and vocabulary <= PHI3_PADDING:
+        return f"has {vocabulary} tokens, none of them number {PHI3_PADDING}, the padding that is taken for granted"
+    if rotated != (head_columns // 4 if architecture == "stablelm" else head_columns):
+        return f"rotates {rotated} columns of each head"
+    return None
 
 
 def _ordinal(number: int) -> str:
