@@ -205,7 +205,8 @@ def _verify_generation(
             problems[ref] = str(error)
             if quarantine:
                 _quarantine(root, "objects", ref.sha256, report)
-    return [problem for ref in refs if (problem := problems[ref]) is not None]
+    found = (problems[ref] for ref in refs)
+    return list(dict.fromkeys(problem for problem in found if problem is not None))  # one cause may hit many objects
 
 
 def _quarantine(root: Root, directory: str, name: str, report: VerifyReport) -> None:

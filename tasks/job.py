@@ -407,6 +407,11 @@ def _as_choice(schema: dict[str, Any]) -> None:
     schema["anyOf"] = schema.pop("oneOf")
 
 
+def _or_text(schema: dict[str, Any]) -> None:
+    """A size as the description writes it, for the form and the server, who read the schema before validators run."""
+    schema["anyOf"].insert(1, {"type": "string"})
+
+
 def _plain_path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
@@ -530,12 +535,14 @@ class QuantizationJob(_Frozen):
         None,
         description="Memory that each device, or the host where it computes, may use (`24GB`, `16GiB`, or bytes); all "
         "that it has, unless given. Fewer experts are quantized side by side then, with the same result.",
+        json_schema_extra=_or_text,
     )
     hidden_states_limit: Annotated[int, Field(ge=0)] | None = Field(
         None,
         description="Memory that the calibration samples may take while they pass through a layer (`8GB`, or 0). Beyond it "
         "their hidden states lie in the checkpoint's directory and enter a layer one batch at a time, which takes longer, "
         "with the same result. Without it: beyond what is left of the memory limit, or of the memory that there is.",
+        json_schema_extra=_or_text,
     )
     offload_directory: PathText | None = Field(
         None, description="Scratch that `checkpoint.path=auto` may use as its root."

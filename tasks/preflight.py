@@ -187,6 +187,8 @@ class _Findings:
             return None
         try:
             scheme = scheme_of(self.job.quantization, self.source)
+            if any(scheme.missing_packages()):  # which are in `problems`
+                return None
             modules = tuple(self._modules(self.source, self.decoder, scheme))
         except ValueError:  # a shape that the layout can't hold, which is in `problems`
             return None

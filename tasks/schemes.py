@@ -268,14 +268,18 @@ class Scheme:
         ]
         return ", ".join([asked["method"], *filter(None, settings), f"layout {layout_name(self.config)}"])
 
-    def problems(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-        """Why this source can't be exported so: packages, then shapes, one line per complaint with all its modules."""
+    def missing_packages(self) -> Iterator[str]:
+        """What the method needs and is not installed, one sentence each."""
         for package in packages(self.config):
             if find_spec(package) is None:
                 yield (
                     f"method `{self.config.method}` needs the {package} package, which is not installed; run `pip "
                     f"install 'prefect-quantize[{package}]'`"
                 )
+
+    def problems(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        """Why this source can't be exported so: packages, then shapes, one line per complaint with all its modules."""
+        yield from self.missing_packages()
         complaints: dict[str, list[str]] = defaultdict(list)
         for name, (out_features, in_features) in shapes.items():
             for problem in self.layout.problems(name, in_features, out_features, self.config):

@@ -35,6 +35,15 @@ def test_defaults_are_those_of_the_method_tables():
     assert (RTNConfig().bits, RTNConfig().group_size) == (4, 128)
 
 
+@pytest.mark.parametrize("field", ["memory_limit", "hidden_states_limit"])
+def test_a_size_may_be_text_for_the_schema_that_forms_and_servers_read_too(field):
+    assert getattr(job(**{field: "1.5GB"}), field) == 1_500_000_000
+    kinds = [choice["type"] for choice in QuantizationJob.model_json_schema()["properties"][field]["anyOf"]]
+    assert kinds == ["integer", "string", "null"]
+    with pytest.raises(ValidationError, match="write `24GB`"):
+        job(**{field: "much"})
+
+
 def test_a_job_survives_json_unchanged():
     written = job(calibration={"data": [[1, 2], [3]], "min_length": 1}, quantization={"method": "rtn", "bits": 8})
     assert QuantizationJob.model_validate_json(written.model_dump_json()) == written

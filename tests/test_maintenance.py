@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,13 @@ def test_a_scrub_names_each_damage_and_the_generations_that_it_hits(root):
     report = verify(root)
     assert [found["is_whole"] for found in report.generations] == [False, False]
     assert len(report.problems) == 4 and not report.is_whole
+
+
+def test_a_scrub_tells_a_cause_that_many_objects_share_once(root):
+    shutil.rmtree(root / "objects")
+    report = verify(root)
+    assert report.problems == [f"`{root}/objects` is damaged: it is missing"]
+    assert [found["is_whole"] for found in report.generations] == [False, False]
 
 
 def test_a_scrub_tells_of_a_lost_current_even_though_the_spare_stands_in(root):

@@ -454,10 +454,11 @@ def test_values_of_a_wrong_kind_are_told_to_who_wants_a_gguf_file(own_model, tmp
     assert any("a value of the wrong kind" in problem for problem in problems)
 
 
-def test_a_missing_extra_is_told_with_the_line_that_installs_it(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("tasks.schemes.find_spec", lambda name: None)
-    problem = problem_of(model, tmp_path, quantization={"method": "bitsandbytes", "quant_type": "int8"})
-    assert problem.endswith("not installed; run `pip install 'prefect-quantize[bitsandbytes]'`")
+@pytest.mark.parametrize("package", ["bitsandbytes", "gguf"])
+def test_a_missing_extra_is_told_with_the_line_that_installs_it(model, tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)  # neither found nor imported
+    problem = problem_of(model, tmp_path, quantization={"method": package})
+    assert problem.endswith(f"not installed; run `pip install 'prefect-quantize[{package}]'`")
 
 
 def test_what_the_chosen_layout_can_not_hold_is_told_whatever_the_method(model, tmp_path):
