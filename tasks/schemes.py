@@ -325,7 +325,18 @@ class Scheme:
 
     def layer_notes(self, decoder: Decoder) -> Iterator[str]:
         """What a user should know beforehand of how the layers are quantized."""
-        yield from ()
+        if not any(".experts." in f".{kind.name}" for kind in decoder.linear_kinds):
+            return
+        if self.layout is bitsandbytes_layout:
+            yield (
+                "transformers holds a layer's experts in one tensor and does not load bitsandbytes' (seen in 5.24.0: it "
+                "refuses nf4 and fp4, and takes int8 codes for weights); leave them with the rule `-:.*experts`"
+            )
+        elif self.layout in (gptq_layout, awq_layout):
+            yield (
+                f"transformers holds a layer's experts in one tensor and has no place for those of "
+                f"{layout_name(self.config)} files (seen in 5.24.0); vLLM does"
+            )
 
     def module_bytes(self, name: str) -> int:
         """Bytes of a module's packed weight and its bias, by its full name; ValueError where it can't be packed."""

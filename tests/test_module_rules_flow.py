@@ -9,6 +9,7 @@ import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from flows.quantize_model import quantize_model
@@ -208,6 +209,34 @@ def test_exports_with_rules_are_close_to_their_source(model: Path, exports: dict
     for name in CONFIGS:
         found = logits(dense_model(exports[name]))
         assert float((found - expected).norm() / expected.norm()) < 0.5, name
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "int8"])
+def test_experts_that_transformers_does_not_load_are_told_and_left_by_a_rule(
+    quant_type: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 32, "num_hidden_layers": 1}
+    model = write_tiny("qwen3_moe", tmp_path / "model", mlp_only_layers=[], dtype=torch.float32, **sizes)
+    ids = torch.arange(60).reshape(2, 30) * 37 % 311
+    for place, dynamic in (("whole", {}), ("left", {"-:.*experts": {}})):
+        quantization = BitsAndBytesConfig(quant_type=quant_type, compute_dtype="float32", dynamic=dynamic)
+        job = tiny_job(model, tmp_path / place, quantization=quantization).model_copy(update={"calibration": None})
+        told = any("rule `-:.*experts`" in note for note in check(job).notes)
+        assert told == (place == "whole")
+        quantize_model(job)
+        try:
+            loaded, info = AutoModelForCausalLM.from_pretrained(
+                job.output, dtype=torch.float32, output_loading_info=True
+            )
+        except RuntimeError as error:
+            assert told and "ignore_mismatched_sizes" in str(error)
+            continue
+        assert bool(info["unexpected_keys"]) == told
+        if not told:
+            with torch.no_grad():
+                found, expected = loaded.eval()(ids).logits, dense_model(job.output)(ids).logits
+            assert float((found - expected).norm() / expected.norm()) < (1e-6 if quant_type == "nf4" else 0.3)
 
 
 CLIENT_RULES: dict[str, tuple[str, Quantization]] = {
