@@ -1,5 +1,6 @@
 """What happens around a run that no code of the run can prevent: hosts die, servers restart, databases are lost."""
 
+import os
 import shutil
 import signal
 import sqlite3
@@ -185,8 +186,14 @@ def test_stopping_a_worker_as_its_service_does_loses_no_layer(
     with worker(server, "stopped") as stopped:
         run = start(server, job)
         wait_for_log(server, "stopped", f"layer 1 of {LAYERS}: loss")
-        assert flow_process(stopped)
-        server.call("--pool", "quantize", "--worker", str(stopped.pid), module="deployments.stop_worker")
+        flow = flow_process(stopped)
+        os.kill(flow, signal.SIGSTOP)  # it must not be done before the command has started
+        command = server.spawn(
+            "stop", "--pool", "quantize", "--worker", str(stopped.pid), module="deployments.stop_worker"
+        )
+        wait_for_log(server, "stop", "were asked to stop")
+        os.kill(flow, signal.SIGCONT)
+        assert finish(command) == 0, server.log("stop")
         assert read(server, run).state_name in ("Checkpointed", "Late")
         published = layers_published(job)
         assert 1 <= published < LAYERS
