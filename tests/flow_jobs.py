@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,11 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
+from safetensors.torch import load_file
+from torch import Tensor
 
 from checkpoint_store.config import CheckpointConfig
+from flows.quantize_model import quantize_model
 from tasks import quantize_layer
 from tasks.job import CalibrationConfig, GPTQConfig, Quantization, QuantizationJob
 from tasks.report import REPORT_FILE
@@ -52,6 +55,23 @@ def contents(directory: Path | str) -> dict[str, str]:
         for path in Path(directory).iterdir()
         if path.name != REPORT_FILE
     }
+
+
+class Exports(dict[str, Path]):
+    """The outputs of undisturbed runs by name, each made when it is first asked for."""
+
+    def __init__(self, make_job: Callable[[str], QuantizationJob]) -> None:
+        super().__init__()
+        self._make_job = make_job
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = Path(quantize_model(self._make_job(name)).output)
+        return self[name]
+
+
+def tensors_of(output: Path) -> dict[str, Tensor]:
+    """Every tensor of an export."""
+    return {name: tensor for file in output.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @contextmanager

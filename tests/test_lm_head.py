@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
 
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
@@ -19,7 +18,7 @@ from tasks.models.decoder import Decoder
 from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import INDEX_FILE, SourceModel
 from tasks.preflight import PreflightError, check
-from tests.flow_jobs import contents, last_flow_run, layer_task_states, layers_run, tiny_job
+from tests.flow_jobs import Exports, contents, last_flow_run, layer_task_states, layers_run, tensors_of, tiny_job
 from tests.layer_runs import open_run
 from tests.loaded_exports import logits, relative_difference
 from tests.test_clients import HALF_TOLERANCE, TINY_IDS, ask_client, assert_close_logits
@@ -43,20 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exports(model: Path, tmp_path_factory: pytest.TempPathFactory, prefect_server: None) -> dict[str, Path]:
-    """The outputs of undisturbed runs, made as they are asked for."""
-
-    class Exports(dict[str, Path]):
-        def __missing__(self, name: str) -> Path:
-            job = tiny_job(model, tmp_path_factory.mktemp("whole"), quantization=CONFIGS[name])
-            self[name] = Path(quantize_model(job).output)
-            return self[name]
-
-    return Exports()
-
-
-def tensors_of(output: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in output.glob("*.safetensors") for name, tensor in load_file(file).items()}
+def exports(model: Path, tmp_path_factory: pytest.TempPathFactory, prefect_server: None) -> Exports:
+    return Exports(lambda name: tiny_job(model, tmp_path_factory.mktemp("whole"), quantization=CONFIGS[name]))
 
 
 @pytest.mark.parametrize("modules", [0, 1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
@@ -20,7 +20,7 @@ from tasks.methods import rtn
 from tasks.module_rules import ModuleConfigs
 from tasks.output_directory import GGUF_FILE
 from tasks.preflight import check
-from tests.flow_jobs import contents, layers_run, tiny_job
+from tests.flow_jobs import Exports, contents, layers_run, tensors_of, tiny_job
 from tests.layer_runs import assert_equal, finished_layer
 from tests.loaded_exports import load, logits
 from tests.test_clients import HALF_TOLERANCE, TINY_IDS, ask_client, assert_close_logits, assert_no_keys_astray
@@ -62,20 +62,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exports(model: Path, tmp_path_factory: pytest.TempPathFactory, prefect_server: None) -> dict[str, Path]:
-    """The outputs of undisturbed runs, made as they are asked for."""
-
-    class Exports(dict[str, Path]):
-        def __missing__(self, name: str) -> Path:
-            job = tiny_job(model, tmp_path_factory.mktemp("whole"), quantization=CONFIGS[name])
-            self[name] = Path(quantize_model(job).output)
-            return self[name]
-
-    return Exports()
-
-
-def tensors_of(output: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in output.glob("*.safetensors") for name, tensor in load_file(file).items()}
+def exports(model: Path, tmp_path_factory: pytest.TempPathFactory, prefect_server: None) -> Exports:
+    return Exports(lambda name: tiny_job(model, tmp_path_factory.mktemp("whole"), quantization=CONFIGS[name]))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
