@@ -87,7 +87,7 @@ def _bar(console: Console) -> Iterator[None]:
             told = [f"layer {now.layer + 1} of {now.layer_count}", now.module]
             told += [] if now.loss is None else [f"loss {now.loss:.2e}"]
             told += [] if now.seconds_left is None else [f"{_clock(now.seconds_left)} left"]
-            bar.update(task, visible=True, total=now.layer_count, completed=now.layer, description="  ".join(told))
+            bar.update(task, visible=True, total=now.layer_count, completed=now.finished, description="  ".join(told))
 
         with running.listening(show):
             yield

@@ -26,6 +26,7 @@ from checkpoint_store.tensors import continuation_batches
 from flows import stopping
 from flows.deadline import Deadline, DeadlineText
 from flows.embedded_server import embedded_server
+from flows.layers_at_once import LayersAtOnce
 from flows.stopping import StopRequest
 from tasks import calibration, hidden_states, identity, output_directory, preflight, running, telemetry
 from tasks.artifacts import Artifacts
@@ -40,7 +41,7 @@ from tasks.report import LayerReceipt, Report
 from tasks.schemes import decoder_of, needs_activations
 from tasks.time_estimate import Trial
 
-# Threads are made as shards need them: this only bounds the devices of one pool.
+# Bounds the devices of one pool. Threads are made as they are needed: one for each shard, and for each layer in work.
 MAX_DEVICES = 64
 
 
@@ -70,7 +71,7 @@ def _run_name() -> str:
     flow_run_name=_run_name,
     retries=0,
     persist_result=False,
-    task_runner=ThreadPoolTaskRunner(max_workers=MAX_DEVICES),
+    task_runner=ThreadPoolTaskRunner(max_workers=2 * MAX_DEVICES),
 )
 def quantize_model(job: QuantizationJob, deadline: DeadlineText | None = None) -> Report:
     """Quantize a model layer by layer, publishing progress that survives a kill at any instant; run again to go on.
@@ -127,11 +128,9 @@ def _how_far() -> str:
         return "the preparations; no layer is in work"
     left = run.seconds_left()
     estimate = f", about {left:.0f} s to the end of the last" if left is not None else ""
-    return f"layer {run.layer + 1} of {run.decoder.step_count}{estimate}"
-
-
-class LayerFailed(RuntimeError):
-    """A layer met what preflight cannot see, such as weights that overflow; nothing of it was stored."""
+    first, *others = run.layers_in_work
+    layers = f"layers {first + 1} to {others[-1] + 1}" if others else f"layer {first + 1}"
+    return f"{layers} of {run.decoder.step_count}{estimate}"
 
 
 class _Quantization:
@@ -180,6 +179,7 @@ class _Quantization:
                     model_name=absolute_path(job.model).name, source=source, decoder=decoder, pool=pool, calibration=samples,
                     identity_digest=digest, cpu_threads=cpu_threads, session=session, started=self.started,
                     resumed_from=session.cursor or None, spills=plan.spills,
+                    most_layers_at_once=min(plan.memory.layers_at_once, max(1, decoder.step_count - session.cursor)),
                 )  # fmt: skip
                 with running.opened(run), self._artifacts(run) as artifacts:
                     self._tell_time(run, plan.layers_after // plan.layer_count)
@@ -273,34 +273,37 @@ class _Quantization:
         if cursor:
             self.logger.info("%d of %d layers are finished at %s", cursor, layer_count, self.root)
         pinned = {role: {ref.key: ref.sha256 for ref in run.session.layer_objects(role)} for role in (LAYER, ADAPTER)}
+        model, method = run.model_name, self.job.quantization.method
+
+        def arguments(index: int) -> dict[str, Any]:
+            key, name = cache_key(run.identity_digest, index), run.decoder.layer_name(index)
+            return {"model": model, "method": method, "name": name, "layer": index, "key": key}
+
         # Kept: Prefect knows results by their id(), and would draw arrows between layers when one is used again.
         records = []
-        for index in range(layer_count):
-            if index == cursor:
-                artifacts.show(run.receipts, layer_count, None)
-                self._look_at_the_clock(run)
-                self._stop_if_asked(run)
-                self._prepare(run)
-                self._stop_if_asked(run)
-            key, name = cache_key(run.identity_digest, index), run.decoder.layer_name(index)
-            try:
-                record = layer_task(
-                    model=run.model_name, method=self.job.quantization.method, name=name, layer=index, key=key
-                )
-            except ValueError as error:  # to a caller that would mean a job refused before anything was spent
-                raise LayerFailed(str(error)) from error
-            records.append(record)
-            receipt = LayerReceipt.model_validate(record)
+        for index in range(cursor):
+            records.append(layer_task(**arguments(index)))
+            receipt = LayerReceipt.model_validate(records[-1])
             run.receipts.append(receipt)
-            if index < cursor:
-                self._check_pinned(pinned, receipt)
-                continue
-            self._log(receipt, layer_count)
-            artifacts.show(run.receipts, layer_count, run.seconds_left())
+            self._check_pinned(pinned, receipt)
+        if cursor < layer_count:
+            artifacts.show(run.receipts, layer_count, None)
             self._look_at_the_clock(run)
-            if run.session.is_due(len(run.receipts)):
-                self._publish(run)
             self._stop_if_asked(run)
+            self._prepare(run)
+            self._stop_if_asked(run)
+        with LayersAtOnce(run, layer_task, arguments, lambda: self.stop.requested) as layers:
+            for record in layers:
+                records.append(record)
+                receipt = LayerReceipt.model_validate(record)
+                run.receipts.append(receipt)
+                self._log(receipt, layer_count)
+                artifacts.show(run.receipts, layer_count, run.seconds_left())
+                self._look_at_the_clock(run)
+                if run.session.is_due(len(run.receipts)):
+                    self._publish(run)
+                if not layers.in_work:
+                    self._stop_if_asked(run)
         run.session.drain()  # the export takes what is published
 
     def _tell_time(self, run: running.Run, layer_bytes_after: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tasks import running
 from tasks.adapters import LayerAdapter
+from tasks.devices import Device
 from tasks.execution_plan import LANES
 from tasks.hidden_states import Held
 from tasks.schemes import Prepared, Rows, Statistic, UnitRows
@@ -59,16 +60,17 @@ class LaneSum:
 
 
 class SiblingFailed(RuntimeError):
-    """Another shard of this layer failed; its error is the one to read."""
+    """Another shard of this layer failed, or the run was given up: that error is the one to read."""
 
 
 class LayerWork:
     """What the shards of one layer share. Everything in it is on the CPU, but for the Hessian in the making."""
 
-    def __init__(self, run: running.Run, layer: int) -> None:
+    def __init__(self, run: running.Run, layer: int, devices: Mapping[int, Device]) -> None:
+        """`devices` of the pool, by slot, are those that work on the layer."""
         self.run = run
         self.layer = layer
-        self.devices = run.devices
+        self.devices = devices
         self.slots = list(self.devices)
         self.device_count = len(self.slots)
         self.error: BaseException | None = None
@@ -99,7 +101,11 @@ class LayerWork:
         except threading.BrokenBarrierError as error:
             # Whoever keeps the error, such as a log record, must not keep what lies on the device: a repeat needs the room.
             traceback.clear_frames(error.__traceback__)
-            raise SiblingFailed(f"another shard of layer {self.layer} failed; its error is the one to read") from error
+            if self.run.is_given_up:
+                told = f"layer {self.layer} was given up, because the run ends; the next one makes it again"
+            else:
+                told = f"another shard of layer {self.layer} failed; its error is the one to read"
+            raise SiblingFailed(told) from error
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
             with self._lock:
@@ -118,7 +124,7 @@ class LayerWork:
 
     def check(self) -> None:
         """BrokenBarrierError when another shard has failed or the run was given up."""
-        if self._barrier.broken:
+        if self._barrier.broken or self.run.is_given_up:
             raise threading.BrokenBarrierError
 
     def offer(self, subset: tuple[str, ...], lane: int, statistic: Statistic | None) -> None:

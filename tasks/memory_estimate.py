@@ -75,7 +75,18 @@ class MemoryEstimate:
         return self._between_layers(False) + self._waiting(widest, False)
 
     def memory(self, *, spills: bool) -> Memory:
-        """The peaks on the host and on each device, with the samples in memory or in files."""
+        """The peaks on the host and on each device, with the samples in memory or in files.
+
+        Where no layer needs the one before, of as many layers at once as there are devices and memory on the host.
+        """
+        most = 1 if self.is_chain else min(len(self.pool.devices), self.decoder.step_count)
+        for at_once in range(most, 1, -1):
+            memory = self._memory(spills, at_once)
+            if memory.host_peak_bytes <= memory.host_total_bytes:
+                return memory
+        return self._memory(spills, 1)
+
+    def _memory(self, spills: bool, at_once: int) -> Memory:
         decoder, scheme, slots = self.decoder, self.scheme, len(self.pool.devices)
         on_cpu = self.pool.devices[0].type == "cpu"
         kinds = [self._layer_bytes(i) for i in decoder.layers_of_each_kind]
@@ -85,6 +96,8 @@ class MemoryEstimate:
         if self.job.adapter is not None:
             statistics += adapters.root_bytes(max(map(max, widths)))
         quantizing = self._quantizing()
+        # The largest module of each layer at work, then their second largest, and so on.
+        others_quantizing = sum(quantizing[i // at_once] for i in range(1, slots) if i // at_once < len(quantizing))
         least = on_device = host = 0
         for stages in layers:
             for stage in stages:
@@ -94,15 +107,15 @@ class MemoryEstimate:
                 waiting = self._waiting(stage.width, spills)
                 least = max(least, at_least)
                 on_device = max(on_device, at_least + waiting // slots)
-                on_host = stage.codes
+                on_host = at_once * stage.codes
                 if on_cpu:
-                    others = (slots - 1) * stage.weights + sum(quantizing[1:slots])
+                    others = (slots - 1) * stage.weights + others_quantizing
                     on_host += at_least + others + waiting
                 host = max(host, on_host)
         shapes = [shape for i in decoder.layers_of_each_arrangement for shape in decoder.linear_shapes(i).values()]
         packing = 2 * max(stage.codes for stages in layers for stage in stages[-1:])
         packing += BYTES_PER_PACKED_CODE * max((n * k for n, k in shapes), default=0) if scheme.quantizes_units else 0
-        host = max(host, packing) + self._between_layers(spills)
+        host = max(host, at_once * packing) + self._between_layers(spills)
         replayed = 2 * sum(kinds) + max(kinds) * decoder.source_dtype.itemsize // self.itemsize if self.is_chain else 0
         on_device = max(on_device, replayed)
         host = max(host, self._outside_layers(), replayed if on_cpu else replayed // 2)
@@ -116,6 +129,7 @@ class MemoryEstimate:
             device_total_bytes=min(limit, *(slot.memory_bytes for slot in self.pool.devices)),
             host_peak_bytes=host,
             host_total_bytes=min(limit, host_total) if on_cpu else host_total,
+            layers_at_once=at_once,
         )
 
     def _layer_bytes(self, i: int) -> int:

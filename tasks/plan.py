@@ -54,6 +54,7 @@ class Memory:
     device_total_bytes: int
     host_peak_bytes: int
     host_total_bytes: int
+    layers_at_once: int = 1  # on shares of the pool; more than one only where no layer needs the one before
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ class Plan:
             rows.append(
                 ("", f"about {size(memory.device_peak_bytes)} of {size(memory.device_total_bytes)} on each device")
             )
-        rows.append(("devices", ", ".join(self.devices)))
+        at_once = f"; {memory.layers_at_once} layers at a time" if memory.layers_at_once > 1 else ""
+        rows.append(("devices", ", ".join(self.devices) + at_once))
         if self.time is not None:
             rows.append(("time", f"{self.time.told()}, by a trial of {self.time.trial_seconds:.1f} s on this machine"))
         return [f"{name:<13}{text}" for name, text in rows]

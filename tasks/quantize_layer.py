@@ -57,7 +57,6 @@ def _free_memory(error: BaseException) -> None:
     while failed is not None:
         traceback.clear_frames(failed.__traceback__)
         failed = failed.__cause__ or failed.__context__
-    running.current().work = None
     gc.collect()  # tensors in cycles of an exception and its frames
     if torch.cuda.is_available():
         # A lost device answers with its own error again, and has no memory to give back.
@@ -79,19 +78,22 @@ def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> 
     """Quantize one decoder layer and stage it in the checkpoint; the receipt of what was staged, as plain JSON."""
     session.current().refuse_if_pinned(key)
     run = running.current()
-    run.begin_layer(layer)
-    run.work = work = LayerWork(run, layer)
-    try:
-        _run_shards(work, layer)
-    except torch.AcceleratorError:
-        _leave_out_lost(run, work)
-        raise
+    with run.share_of_pool(layer) as devices:
+        run.begin_layer(layer)
+        work = run.works[layer] = LayerWork(run, layer, devices)
+        try:
+            _run_shards(work, layer)
+        except torch.AcceleratorError:
+            _leave_out_lost(run, work)
+            raise
+        finally:
+            del run.works[layer]
     packed = pack(run, work)
     scan(packed, name)
     ref = session.current().stage_layer(name, safetensors_payload(packed))
     adapter = _stage_adapter(work, name)
     running.return_freed_memory()
-    if not run.decoder.is_head(layer):
+    if run.needs_activations and not run.decoder.is_head(layer):
         run.replace_hidden([work.outputs[batch] for batch in range(len(run.hidden))])
     return _receipt(run, work, key, ref, adapter).model_dump(mode="json")
 
@@ -186,7 +188,7 @@ def _receipt(run: running.Run, work: LayerWork, key: str, ref: ObjectRef, adapte
     return LayerReceipt(
         index=work.layer, name=run.decoder.layer_name(work.layer), key=key, sha256=ref.sha256, size=ref.size, loss=loss,
         adapter_sha256=adapter,
-        tokens=max((module.tokens for module in modules), default=0), seconds=round(run.end_layer(), 3),
+        tokens=max((module.tokens for module in modules), default=0), seconds=round(run.end_layer(work.layer), 3),
         modules=tuple(modules), expert_tokens=tuple(
             work.outcomes[before].tokens for before, _ in run.decoder.experts(work.layer) if run.needs_activations
         ),

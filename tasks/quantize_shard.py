@@ -36,11 +36,11 @@ from tasks.schemes import Prepared, Scheme, Statistic
 
 @task(name="quantize-shard", task_run_name="layer {layer} device {device}", persist_result=False, cache_policy=NO_CACHE)
 def quantize_shard(layer: int, device: int) -> int:
-    """Do the share of the device in this slot of the layer in work; the number of modules that the layer has finished."""
+    """Do the share of the device in this slot of a layer in work; the number of modules that the layer has finished."""
     from tasks.scaled_shard import ScaledShard  # which is built on what is here
 
     run = running.current()
-    work = run.work
+    work = run.works[layer]
     with work.guarded(device), torch.no_grad():
         # Thread by thread: OpenMP keeps the number of the thread that asks.
         torch.set_num_threads(run.cpu_threads)
@@ -269,7 +269,7 @@ class Shard:
         costs = {name: self.shapes[name][0] * self.shapes[name][1] for subset in subsets for name in subset}
         for name in shares(costs, work.device_count)[self.number]:
             work.check()
-            self.run.tell(name, self._quantize_module(name, state))
+            self.run.tell(name, self._quantize_module(name, state), work.layer)
         work.meet()
         if self.number == 0:
             for subset in subsets:

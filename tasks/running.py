@@ -7,6 +7,7 @@ that is pickled by value would take a copy along.
 
 import ctypes
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ class Progress:
     """How far the run is: `layer` is being worked on (from 0); `module` of it is finished, or says what it has done."""
 
     layer: int
+    finished: int  # layers, which may be others than those before `layer` where several are in work
     layer_count: int
     module: str
     loss: float | None
@@ -64,14 +66,19 @@ class Run:
     spills: bool = False
     # Restored hidden states are compared byte for byte after they reached their device, once.
     hidden_is_restored: bool = False
-    layer: int = 0
+    # How many layers may be in work at the same time: more than one only where none needs the one before.
+    most_layers_at_once: int = 1
     # Slots of the pool whose device was lost; the bytes do not depend on how many are left.
     lost_slots: set[int] = field(default_factory=set)
-    # What the shards of the layer in work share (`tasks.layer_work.LayerWork`).
-    work: Any = None
+    # What the shards of each layer in work share (`tasks.layer_work.LayerWork`), by layer.
+    works: dict[int, Any] = field(default_factory=dict)
+    # Set when the run ends while layers are in work: they go no further than to their next module.
+    is_given_up: bool = False
     _finished: int = 0  # layers, by this run
     _finished_seconds: float = 0.0
-    _began: float = field(default_factory=time.monotonic)
+    _began: dict[int, float] = field(default_factory=dict)  # when each layer in work began, on the monotonic clock
+    _taken: dict[int, list[int]] = field(default_factory=dict)  # slots of each layer in work
+    _guard: threading.Condition = field(default_factory=threading.Condition)  # of all that tells what is in work
 
     @property
     def calibration_summary(self) -> dict[str, Any]:
@@ -87,12 +94,37 @@ class Run:
         """The devices that compute, by their slot in the pool."""
         return {slot: device for slot, device in enumerate(self.pool.devices) if slot not in self.lost_slots}
 
+    @property
+    def layers_at_once(self) -> int:
+        """How many layers are worked on at the same time; no more than there are devices left."""
+        return min(self.most_layers_at_once, len(self.devices))
+
+    @contextmanager
+    def share_of_pool(self, layer: int) -> Iterator[dict[int, Device]]:
+        """The devices that work on this layer while the context lasts, by slot; waits until one is free."""
+        with self._guard:
+            self._guard.wait_for(self._free_slots)
+            free = self._free_slots()
+            layers = max(1, self.layers_at_once - len(self._taken))  # that share what is free
+            self._taken[layer] = free[: -(-len(free) // layers)]
+        try:
+            yield {slot: self.pool.devices[slot] for slot in self._taken[layer]}
+        finally:
+            with self._guard:
+                del self._taken[layer]
+                self._guard.notify_all()
+
+    def _free_slots(self) -> list[int]:
+        taken = {slot for slots in self._taken.values() for slot in slots}
+        return [slot for slot in self.devices if slot not in taken]
+
     def leave_out(self, slot: int) -> bool:
         """Compute without the device of this slot from the next attempt on; False when it is the only one."""
-        if set(self.devices) == {slot}:
-            return False
-        self.lost_slots.add(slot)
-        return True
+        with self._guard:
+            if set(self.devices) == {slot}:
+                return False
+            self.lost_slots.add(slot)
+            return True
 
     @property
     def needs_activations(self) -> bool:
@@ -122,26 +154,39 @@ class Run:
         """Go on to the next layer's inputs; only now may the last layer's go, a retry of it needs them."""
         self.hidden, self.hidden_is_restored = hidden, False
 
-    def begin_layer(self, index: int) -> None:
-        self.layer, self._began = index, time.monotonic()
+    @property
+    def layers_in_work(self) -> list[int]:
+        """In order; the next one when none is."""
+        with self._guard:
+            following = min(self.session.cursor + self._finished, self.decoder.step_count - 1)
+            return sorted(self._began) or [following]
 
-    def end_layer(self) -> float:
-        """Seconds that the layer in work took."""
-        seconds = time.monotonic() - self._began
-        self._finished, self._finished_seconds = self._finished + 1, self._finished_seconds + seconds
+    def begin_layer(self, index: int) -> None:
+        with self._guard:
+            self._began[index] = time.monotonic()
+
+    def end_layer(self, index: int) -> float:
+        """Seconds that the layer took."""
+        with self._guard:
+            seconds = time.monotonic() - self._began.pop(index)
+            self._finished, self._finished_seconds = self._finished + 1, self._finished_seconds + seconds
         return seconds
 
     def seconds_left(self) -> float | None:
         """Estimate until the last layer is done; None until this run has finished one."""
-        if not self._finished:
-            return None
-        each = self._finished_seconds / self._finished
-        now = min(time.monotonic() - self._began, each)
-        return max(0.0, each * (self.decoder.step_count - self.layer) - now)
+        with self._guard:
+            if not self._finished:
+                return None
+            each, now = self._finished_seconds / self._finished, time.monotonic()
+            left = self.decoder.step_count - self.session.cursor - self._finished
+            done = sum(min(now - began, each) for began in self._began.values())
+        return max(0.0, each * left - done) / self.layers_at_once
 
-    def tell(self, module: str, loss: float | None) -> None:
-        """Tell whoever listens that a module of the layer in work is finished."""
-        told = Progress(self.layer, self.decoder.step_count, module, loss, self.seconds_left())
+    def tell(self, module: str, loss: float | None, layer: int | None = None) -> None:
+        """Tell whoever listens that a module of the layer is finished; None is the layer in work, when it is the only one."""
+        layer = self.layers_in_work[0] if layer is None else layer
+        finished = self.session.cursor + self._finished
+        told = Progress(layer, finished, self.decoder.step_count, module, loss, self.seconds_left())
         for listener in list(_listeners):
             listener(told)
 

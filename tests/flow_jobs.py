@@ -80,9 +80,9 @@ def layers_run() -> Iterator[list[int]]:
     ran: list[int] = []
     original = quantize_layer.LayerWork
 
-    def counted(run: Any, layer: int) -> Any:
+    def counted(run: Any, layer: int, devices: Any) -> Any:
         ran.append(layer)
-        return original(run, layer)
+        return original(run, layer, devices)
 
     with mock.patch.object(quantize_layer, "LayerWork", counted):
         yield ran

@@ -40,10 +40,10 @@ def arrange(moment: str) -> None:
     work, rename, keep = quantize_layer.LayerWork, Disk.rename, layer_work.LayerWork.keep
     add_tensors, add_pieces = Export.add_tensors, Export.add_pieces
 
-    def begin(run: Any, layer: int) -> Any:
+    def begin(run: Any, layer: int, devices: Any) -> Any:
         print(f"layer {layer}", flush=True)
         layers_begun.append(layer)
-        return work(run, layer)
+        return work(run, layer, devices)
 
     def maybe_die_keeping(self: Any, *args: Any) -> None:
         keep(self, *args)

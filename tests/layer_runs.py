@@ -44,7 +44,8 @@ def open_run(job: QuantizationJob) -> Iterator[running.Run]:
 
 def run_shards(run: running.Run, layer: int) -> tuple[LayerWork, list[BaseException]]:
     """All shards of a layer at once; what they left and every error that came out of one."""
-    run.work = work = LayerWork(run, layer)
+    run.begin_layer(layer)
+    run.works[layer] = work = LayerWork(run, layer, run.devices)
     errors: list[BaseException] = []
 
     def shard(device: int) -> None:

@@ -26,7 +26,8 @@ from checkpoint_store.errors import CheckpointStopped, StorageFull, StoreLocked
 from checkpoint_store.published import Generation
 from checkpoint_store.store import CheckpointStore
 from flows import stopping
-from flows.quantize_model import LayerFailed, quantize_model
+from flows.layers_at_once import LayerFailed
+from flows.quantize_model import quantize_model
 from tasks import devices, layer_work, quantize_layer, quantize_shard, running, telemetry
 from tasks.devices import DeviceBusy, DevicePool
 from tasks.job import GPTQConfig, RTNConfig, TelemetryConfig

@@ -63,7 +63,7 @@ def test_a_subsets_factor_is_gone_before_the_next_ones_inputs_are_summed(
     prepare = GPTQScheme.prepare
 
     def looking(*args: Any) -> Any:
-        held.append(run.work.prepared)
+        held.append(run.works[0].prepared)
         return prepare(*args)
 
     monkeypatch.setattr(GPTQScheme, "prepare", looking)
