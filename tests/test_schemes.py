@@ -96,8 +96,8 @@ def power_cut(layer: int, modules: int) -> Iterator[None]:
     """Let no layer from number `layer` on finish more than so many modules; 0 cuts at the boundary before it."""
     keep, begin = LayerWork.keep, LayerWork.__init__
 
-    def cut_at_the_boundary(self: LayerWork, run: Any, number: int) -> None:
-        begin(self, run, number)
+    def cut_at_the_boundary(self: LayerWork, run: Any, number: int, devices: Any) -> None:
+        begin(self, run, number, devices)
         if number == layer and modules == 0:
             raise PowerCut
 
@@ -131,11 +131,13 @@ def test_a_run_cut_short_and_resumed_ends_with_the_bytes_of_one_that_was_not(
     for layer, modules in cuts:
         with power_cut(layer, modules), layers_run() as ran, pytest.raises(PowerCut):
             quantize_model(job)
-        assert ran == list(range(published, layer + 1))
+        # The other device is at the layer after it, where that does not need this one.
+        at_the_same_time = {layer + 1} if name in WEIGHT_ONLY else set()
+        assert len(ran) == len(set(ran)) and set(ran) - at_the_same_time == set(range(published, layer + 1))
         published = layer - layer % interval
     with layers_run() as ran:
         report = quantize_model(job)
-    assert ran == list(range(published, LAYERS))
+    assert sorted(ran) == list(range(published, LAYERS))
     assert report.resumed_from == (published or None)
     assert contents(job.output) == contents(exports[name])
 
