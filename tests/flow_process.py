@@ -5,9 +5,11 @@ of JSON on its input. It writes the process id at once, and the exit code, negat
 the process says goes to the file.
 
 Moments: `inside a layer`, `between object and manifest`, `between manifest and CURRENT`, `during export`, or `never`. The
-first three mean those of the second layer and its generation. Every layer whose body runs is a line on standard output.
+first three mean those of the second layer and its generation. `module 9` is when so many modules of all layers are
+quantized. Every layer whose body runs is a line on standard output.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -35,19 +37,20 @@ def die() -> None:
 
 def arrange(moment: str) -> None:
     """Make this process kill itself at `moment`."""
-    layers_begun: list[int] = []
+    kept = itertools.count(1)
     manifests: list[str] = []  # of the second layer's generation
     work, rename, keep = quantize_layer.LayerWork, Disk.rename, layer_work.LayerWork.keep
     add_tensors, add_pieces = Export.add_tensors, Export.add_pieces
 
     def begin(run: Any, layer: int, devices: Any) -> Any:
         print(f"layer {layer}", flush=True)
-        layers_begun.append(layer)
         return work(run, layer, devices)
 
     def maybe_die_keeping(self: Any, *args: Any) -> None:
         keep(self, *args)
-        if moment == "inside a layer" and layers_begun[-1] == LAYER and len(self.quantized) == 4:
+        if moment == f"module {next(kept)}":
+            die()
+        if moment == "inside a layer" and self.layer == LAYER and len(self.quantized) == 4:
             session.current().drain()  # the generation before this layer is written while it is computed
             die()
 

@@ -145,6 +145,58 @@ def test_methods_without_a_chain_survive_a_kill_too(
     assert list(Path(job.output).parent.glob(".output.partial-*")) == []
 
 
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory, prefect_server: None) -> tuple[Path, dict[str, str]]:
+    """A model, and digests of what one device makes of it, a layer at a time, by a method without a chain."""
+    place = tmp_path_factory.mktemp("rounded")
+    model = write_tiny_llama(place / "tiny", layers=LAYERS)
+    job = tiny_job(model, place, quantization=RTNConfig(group_size=32))
+    quantize_model(job)
+    return model, contents(job.output)
+
+
+MODULES = 7 * LAYERS
+OF_TWO_LAYERS = [
+    ("between object and manifest", 1),
+    ("between manifest and CURRENT", 1),
+    ("module 4", 1),
+    ("module 10", 1),
+    ("module 16", 3),
+]
+MORE_MODULES = [(f"module {number}", 1) for number in range(1, MODULES + 1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("moment", "interval"),
+    [*OF_TWO_LAYERS, *(pytest.param(*which, marks=pytest.mark.slow) for which in MORE_MODULES)],
+)
+def test_a_kill_while_two_layers_are_in_work_leaves_the_first_layers_and_nothing_else(
+    moment: str,
+    interval: int,
+    rounded: tuple[Path, dict[str, str]],
+    tmp_path: Path,
+    processes: "subprocess.Popen[bytes]",
+) -> None:
+    model, undisturbed = rounded
+    job = tiny_job(
+        model, tmp_path, quantization=RTNConfig(group_size=32), devices=("cpu", "cpu"), interval=f"layer:{interval}"
+    )
+    killed = Run.of(processes, job, moment)
+    assert killed.wait() == -signal.SIGKILL, killed.output()
+    assert not Path(job.output).exists()
+
+    with layers_run() as ran:
+        published = quantize_model(job).resumed_from or 0
+
+    if moment.startswith("module"):
+        assert published <= int(moment.split()[1]) // 7 and published % interval == 0
+    else:
+        assert published == 1
+    assert sorted(ran) == list(range(published, LAYERS))
+    assert layer_task_states(last_flow_run().id) == ["Cached"] * published + ["Completed"] * (LAYERS - published)
+    assert contents(job.output) == undisturbed
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_process_group_publishes_the_layer_in_work_and_raises_checkpoint_stopped(
     number: int, model: Path, tmp_path: Path, uninterrupted: dict[str, str], processes: "subprocess.Popen[bytes]"
