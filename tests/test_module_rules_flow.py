@@ -75,7 +75,7 @@ def test_a_run_with_rules_cut_short_and_resumed_ends_with_the_bytes_of_one_that_
         quantize_model(job)
     with layers_run() as ran:
         quantize_model(job)
-    assert ran == [1, 2]
+    assert sorted(ran) == [1, 2]
     assert contents(job.output) == contents(exports[name])
 
 
