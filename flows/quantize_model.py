@@ -76,7 +76,7 @@ def _run_name() -> str:
 def quantize_model(job: QuantizationJob, deadline: DeadlineText | None = None) -> Report:
     """Quantize a model layer by layer, publishing progress that survives a kill at any instant; run again to go on.
 
-    SIGINT and SIGTERM finish the layer in work, publish it and raise `CheckpointStopped`; so does the last layer that
+    SIGINT and SIGTERM finish what is in work, publish it and raise `CheckpointStopped`; so does the last layer that
     ends before the `deadline`.
 
     Args:

@@ -1,4 +1,4 @@
-"""One decoder layer: quantized across the pool, checked, staged; what Prefect keeps of it is a receipt.
+"""One decoder layer: quantized across its share of the pool, checked, staged; what Prefect keeps of it is a receipt.
 
 The task's record in the checkpoint is what makes a finished layer show as Cached on a resume. Prefect treats a record
 that it cannot read as one that is not there, and would run the layer again: the first line of the task refuses that.

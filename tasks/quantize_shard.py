@@ -1,6 +1,6 @@
 """One device's share of one layer: its calibration lanes through the layer, its units of rows through the method.
 
-A method that looks at no inputs gets whole modules instead, spread over the pool by their size.
+A method that looks at no inputs gets whole modules instead, spread by their size over the layer's share of the pool.
 
 How the result stays the same for every number of devices: calibration batches are split into a fixed number of lanes,
 a lane is summed in order on one device, and lane sums are merged in lane order. The linears of a subset share one input
