@@ -2,12 +2,14 @@
 
 Exit codes: 0 done, 1 failed, 2 usage or refused by preflight, 75 stopped after a checkpoint (run again), 76 identity
 mismatch, 77 store locked, 78 damaged, 79 storage full, 80 no checkpoint where one is required, 81 a checkpoint where none
-may be, 82 written by a newer format, 130 interrupted at once (what is published stays).
+may be, 82 written by a newer format, 130 interrupted at once (what is published stays), 141 nobody read the result to its
+end (as in `prefect-quantize status ROOT | head -1`).
 """
 
 import argparse
 import io
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from checkpoint_store.errors import CheckpointError
 from flows import commands_deploy, commands_run, commands_store, console
 from flows.embedded_server import ServerDidNotStart, ServerUnreachable
 
-EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 75, 130
+EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_UNREAD = 1, 2, 75, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +35,8 @@ def _outcome(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.command(arguments))
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return EXIT_UNREAD
         code, text = _told(error)
         if getattr(arguments, "verbose", False):
             traceback.print_exception(error)
@@ -47,11 +51,21 @@ def _flushed(code: int) -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
+        is_unread = isinstance(error, BrokenPipeError) and _is_unread()
         with open(os.devnull, "wb") as nowhere:  # where the interpreter flushes the rest as it ends
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if is_unread:
+            return code or EXIT_UNREAD
         console.message(f"prefect-quantize: cannot write the result to stdout: {error.strerror}; what was done stands")
         return code or EXIT_FAILED
     return code
+
+
+def _is_unread() -> bool:
+    """Whether the pipe that stdout is has lost its reader: a command may meet a broken one elsewhere too."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _told(error: Exception | KeyboardInterrupt) -> tuple[int, str]:

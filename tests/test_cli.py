@@ -1,5 +1,6 @@
 """The command line as a person and a script meet it: results on stdout, everything else on stderr, exit codes that mean something."""
 
+import errno
 import json
 import os
 import pty
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pytest
 
@@ -230,6 +231,25 @@ def test_a_result_that_stdout_does_not_take_is_a_failure_in_words(tmp_path: Path
     assert told == (
         "prefect-quantize: cannot write the result to stdout: No space left on device; what was done stands\n"
     )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_result_that_nobody_reads_to_its_end_ends_the_command_quietly(unbuffered: str, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as pipe:
+        assert status_of(tmp_path / "root", pipe, PYTHONUNBUFFERED=unbuffered) == (141, "")
+
+
+def test_a_pipe_that_breaks_elsewhere_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    def broken(path: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    with open(os.devnull, "w") as stdout:
+        monkeypatch.setattr(cli.commands_store.maintenance, "status", broken)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["status", "root"]) == 1
+    assert "BrokenPipeError" in capsys.readouterr().err
 
 
 def test_a_path_that_the_terminal_cannot_show_fails_nothing(tmp_path: Path) -> None:
