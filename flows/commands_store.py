@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,13 @@ def _identity_of(job: "QuantizationJob", root: Path) -> dict[str, Any]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    found = doctor.examine(arguments.directory)
+    try:
+        found = doctor.examine(arguments.directory)
+    except CheckpointMissing as error:  # to this command it is a directory like any other
+        raise ValueError(
+            f"no such directory: `{arguments.directory}`, so that nothing can be tried there; make it with "
+            f"`mkdir -p {shlex.quote(arguments.directory)}` and ask again"
+        ) from error
     lines = [f"{found.path}: file system type {found.file_system_type}, {found.free_bytes / 1e9:.1f} GB free"]
     for probe in found.probes:
         mark = "yes" if probe.holds else "NO" if probe.required else "no"

@@ -263,6 +263,14 @@ def test_doctor_says_whether_a_directory_is_fit(tmp_path: Path, tell: Tell) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_doctor_of_a_missing_directory_says_how_to_make_it(tmp_path: Path, tell: Tell) -> None:
+    code, out, err = tell("doctor", tmp_path / "not here")
+    assert (code, out) == (2, "")
+    assert f"no such directory: `{tmp_path}/not here`" in err and f"`mkdir -p '{tmp_path}/not here'`" in err
+    assert "checkpoint" not in err
+    assert not (tmp_path / "not here").exists()
+
+
 def test_deploy_and_serve_ask_for_a_server_that_lasts(capsys: pytest.CaptureFixture[str]) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
