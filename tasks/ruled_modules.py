@@ -32,7 +32,10 @@ def problems(config: Quantization, decoder: Decoder) -> Iterator[str]:
     if not isinstance(config, Ruled) or not config.dynamic:
         return
     modules = [module for _, module in _modules(decoder)]
-    yield from without_effect(config.dynamic, modules, "linear in a layer")
+    deciding = first(config.dynamic, decoder.head_name)
+    # A head that is not quantized anyway may be left out by name, as rules written for other quantizers do.
+    head = [decoder.head_name] if deciding is not None and deciding.skips and not decoder.quantizes_head else []
+    yield from without_effect(config.dynamic, [*modules, *head], "linear in a layer")
     configs = ModuleConfigs(config)
     if all(configs.of(module) is None for module in modules):
         yield "rules leave every module as it is; leave out one of them"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
 from tasks.formats import gptq as gptq_layout
-from tasks.job import EoRAConfig, GPTQConfig, Quantization, RTNConfig
+from tasks.job import EoRAConfig, FP8Config, GPTQConfig, Quantization, RTNConfig
 from tasks.methods import gptq, rtn
 from tasks.models.decoder import Decoder
 from tasks.models.replay import ReplayError, check_replay
@@ -156,6 +156,41 @@ def test_heads_that_can_not_be_quantized_are_refused_before_anything_is_spent(
     with pytest.raises(PreflightError) as refused:
         check(tiny_job(model, tmp_path, quantization=quantization).model_copy(update=changes))
     assert [reason in problem for problem in refused.value.problems] == [True], refused.value.problems
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        RTNConfig(group_size=32, dynamic={"-:lm_head": {}}),
+        RTNConfig(
+            group_size=32, checkpoint_format="compressed-tensors", dynamic={".*down_proj": {"bits": 8}, "-:.*head": {}}
+        ),
+        FP8Config(dynamic={"-:lm_head": {}}),
+    ],
+    ids=["rtn", "compressed-tensors", "fp8"],
+)
+def test_a_rule_may_leave_a_head_that_is_not_quantized_anyway(tied: bool, quantization: Any, tmp_path: Path) -> None:
+    """Rules written for GPTQModel often end with it."""
+    model = write_tiny_llama(tmp_path / "model", tied=tied)
+    with_rule = tiny_job(model, tmp_path / "with rule", quantization=quantization)
+    others = tuple(rule for rule in quantization.dynamic if "head" not in rule.pattern)
+    without = tiny_job(model, tmp_path / "without", quantization=quantization.model_copy(update={"dynamic": others}))
+    for job in (with_rule, without):
+        quantize_model(job)
+    one, other = (tensors_of(Path(job.output)) for job in (with_rule, without))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_rule_that_leaves_the_head_after_one_that_matches_it_is_without_effect(tmp_path: Path) -> None:
+    rules = {".*": {"bits": 8}, "-:lm_head": {}}
+    with pytest.raises(PreflightError, match="rule `-:lm_head` matches no linear in a layer"):
+        check(
+            tiny_job(
+                write_tiny_llama(tmp_path / "model"), tmp_path, quantization=RTNConfig(group_size=32, dynamic=rules)
+            )
+        )
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "awq"])
