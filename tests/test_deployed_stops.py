@@ -15,6 +15,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Pending, Suspended
 
+from tasks.job import RTNConfig
 from tests.deployed import (
     LAYERS,
     PrefectServer,
@@ -109,6 +110,45 @@ def test_a_suspended_run_finishes_its_layer_and_resume_goes_on_in_a_fresh_proces
         assert wait_until_final(server, run).name == "Completed", server.log("worker")
     assert_nothing_was_done_twice(server, run, published)
     assert contents(job.output) == undisturbed
+
+
+@pytest.mark.parametrize("how", ["suspended", "cancelled"])
+def test_layers_that_are_in_work_at_once_are_all_finished_and_published(
+    how: str, server: PrefectServer, tmp_path: Path
+) -> None:
+    # Many layers, so that a machine of any speed is past the first ones and before the last when it is stopped.
+    layers = 32
+    model = write_tiny_llama(tmp_path / "deep", layers=layers, hidden_size=256, intermediate_size=512)
+    rounding = {"quantization": RTNConfig(group_size=32), "calibration": None, "devices": ("cpu", "cpu")}
+    job = slow_job(model, tmp_path, interval="layer:100").model_copy(update=rounding)
+    with worker(server) as running_worker:
+        run = start(server, job)
+        wait_until_staged(job, 6)
+        if how == "cancelled":
+            set_state(server, run, StateType.CANCELLING)
+        else:
+            with server.client() as client:
+                client.set_flow_run_state(run, Suspended(timeout_seconds=3600), force=True)
+        wait_until(lambda: not descendants(running_worker.pid), lambda: "the flow process lives on")
+        wait_for_state(server, run, how.capitalize())
+        published = layers_published(job)
+        assert 3 <= published < layers
+        finished = ["Completed"] * published
+        # The server learns of so many tasks a little later.
+        wait_until(lambda: layer_states(server, run) == finished, lambda: f"{published} of {layer_states(server, run)}")
+        if how == "cancelled":
+            press_retry(server, run)
+            assert wait_for_state(server, run, "Completed", "Failed", "Crashed").name == "Completed", server.log(
+                "worker"
+            )
+        else:
+            with server.client() as client:
+                client.resume_flow_run(run)
+            assert wait_until_final(server, run).name == "Completed", server.log("worker")
+    expected = sorted(["Cached"] * published + ["Completed"] * layers)
+    wait_until(
+        lambda: sorted(layer_states(server, run)) == expected, lambda: f"{published}, {layer_states(server, run)}"
+    )
 
 
 def test_a_deadline_stops_at_a_boundary_and_the_run_is_scheduled_for_the_next_window(
