@@ -28,8 +28,8 @@ OPTIONS = {
 def quantized() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     mix_KK = torch.randn(192, 192) / 192**0.5 + torch.eye(192)
-    x_TK = torch.randn(400, 192) @ mix_KK * torch.exp(torch.randn(192) / 2)
-    original_TK = x_TK + 0.2 * (x_TK @ torch.randn(192, 192) / 192**0.5 + torch.randn(400, 192))
+    x_TK = torch.randn(176, 192) @ mix_KK * torch.exp(torch.randn(192) / 2)
+    original_TK = x_TK + 0.2 * (x_TK @ torch.randn(192, 192) / 192**0.5 + torch.randn(176, 192))
     x_TK, original_TK = ((t * 8).round().clamp(-127, 127).to(torch.int8) for t in (x_TK, original_TK))
     weight_NK = (torch.randn(12, 192) * 40).round().clamp(-127, 127).to(torch.int8)
     tensors = {"inputs": x_TK, "originals": original_TK, "weight": weight_NK}
