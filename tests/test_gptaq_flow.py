@@ -1,11 +1,13 @@
 """GPTAQ and FOEM through whole layers and runs: both models' inputs, token by token, and the same bytes whatever happens."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from checkpoint_store.errors import IdentityMismatch
@@ -18,6 +20,7 @@ from tasks.methods import gptaq, gptq
 from tasks.preflight import check
 from tasks.running import Run
 from tests.flow_jobs import LAYERS, contents, layers_run, tiny_job
+from tests.fp8_models import write_fp8
 from tests.layer_runs import assert_equal, finished_layer, open_run, run_shards
 from tests.test_resume import stop_in_layer
 from tests.tiny_families import write_tiny
@@ -264,6 +267,53 @@ def test_rules_leave_modules_or_give_them_settings_in_both_models(model: Path, t
     assert "self_attn.o_proj" not in work.quantized
     assert int(work.quantized["mlp.down_proj"].codes_NK.max()) > 15
     assert work.outcomes[("mlp.down_proj",)].method == "gptq"
+
+
+def test_the_head_is_quantized_by_what_enters_it_in_both_models(model: Path, tmp_path: Path) -> None:
+    config = GPTAQ.model_copy(update={"lm_head": True})
+    job = tiny_job(model, tmp_path, quantization=config, calibration=ONE_A_BATCH)
+    with open_run(job) as run:
+        go_through(run, LAYERS)
+        quantized, original = halves(run)
+        work, errors = run_shards(run, LAYERS)
+        assert errors == []
+        layer = run.decoder.materialise(LAYERS, "cpu")
+        inputs, _ = forward(run, LAYERS, layer, quantized)
+        original_inputs, _ = forward(run, LAYERS, layer, original)
+        weight_NK = layer.get_submodule("lm_head").weight
+    expected_NK = codes(weight_NK, inputs["lm_head"], original_inputs["lm_head"], config)
+    assert (work.quantized["lm_head"].codes_NK == expected_NK).float().mean() > 0.99
+    assert not torch.equal(expected_NK, codes(weight_NK, inputs["lm_head"], inputs["lm_head"], config))
+
+
+def test_an_fp8_source_gives_the_bytes_of_its_widened_copy(model: Path, tmp_path: Path) -> None:
+    wide = write_fp8(model, tmp_path / "fp8", block=(32, 32))
+    shutil.copytree(model, tmp_path / "wide")
+    save_file(wide, tmp_path / "wide" / "model.safetensors", metadata={"format": "pt"})
+    packed = []
+    for name in ("fp8", "wide"):
+        with open_run(tiny_job(tmp_path / name, tmp_path, quantization=GPTAQ, root=f"root-{name}")) as run:
+            packed.append(quantize_layer.pack(run, go_through(run, 2)))
+    assert_equal(*packed)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", "gpt_neox", "mixtral", "phi3", "starcoder2"])
+def test_a_twin_of_every_kind_of_layer_shares_its_weights_and_computes_the_same(family: str, tmp_path: Path) -> None:
+    with open_run(tiny_job(write_tiny(family, tmp_path / "model"), tmp_path, quantization=GPTAQ)) as run:
+        quantized, original = halves(run)
+        for number in run.decoder.layers_of_each_kind:
+            layer = run.decoder.materialise(number, "cpu")
+            twin = run.decoder.twin(layer)
+            pairs = list(zip(layer.parameters(), twin.parameters(), strict=True))
+            assert all(one is not other and one.data_ptr() == other.data_ptr() for one, other in pairs)
+            _, leaving = forward(run, number, twin, original)
+            for parameter in layer.parameters():
+                parameter.data = torch.zeros_like(parameter)
+            _, leaving_still = forward(run, number, twin, original)
+            assert all(torch.equal(one, other) for one, other in zip(leaving, leaving_still, strict=True))
+            _, expected = forward(run, number, run.decoder.materialise(number, "cpu"), quantized)
+            assert all(torch.equal(one, other) for one, other in zip(leaving, expected, strict=True))
+        go_through(run, 1)
 
 
 # Whole runs -----------------------------------------------------------------------------------------------------------

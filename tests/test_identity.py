@@ -246,6 +246,10 @@ def test_a_field_that_does_not_matter_changes_nothing(model, own_model, leaf):
     assert identify(written(model, **beside)) == identify(written(model, **beside, **{leaf: value}))
 
 
+def test_options_that_are_not_asked_for_are_no_part_of_it_so_that_older_checkpoints_go_on(model):
+    assert {"gptaq", "foem"}.isdisjoint(identify(written(model))["quantization"])
+
+
 def test_calibration_is_no_part_of_a_job_that_does_not_use_it(model):
     rtn = {"quantization.rtn.bits": 4}
     one, other = (identify(written(model, **rtn, **{"calibration.data": data})) for data in (TEXTS, TEXTS[:1]))
