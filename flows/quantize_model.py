@@ -28,6 +28,7 @@ from flows.deadline import Deadline, DeadlineText
 from flows.embedded_server import embedded_server
 from flows.stopping import StopRequest
 from tasks import calibration, hidden_states, identity, output_directory, preflight, running, telemetry
+from tasks.allocator import give_large_blocks_back
 from tasks.artifacts import Artifacts
 from tasks.devices import DeviceBusy, DevicePool
 from tasks.export import export_model, outer_names
@@ -84,6 +85,7 @@ def quantize_model(job: QuantizationJob, deadline: DeadlineText | None = None) -
             A deployed run goes on when its schedule opens the next window, or a day after its start.
     """
     stopping.refuse_off_main_thread()
+    give_large_blocks_back()
     logger = get_run_logger()
     context = FlowRunContext.get()
     flow_run = context.flow_run if context is not None else None

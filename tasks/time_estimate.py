@@ -273,7 +273,7 @@ class Trial:
         return seconds / (info.size_bytes * rows // info.shape[0])
 
     def _once(self, key: Any, prepared: Callable[[], Callable[[], object]], *, again: bool = True) -> float:
-        """Mean seconds of what `prepared` gives; the first time does not count, unless it is the only one."""
+        """Mean seconds of what `prepared` gives; the first time does not count, unless work that can be repeated is long."""
         if key not in self._measured:
             self._measured[key] = self._timed(prepared, again)
         return self._measured[key]
@@ -281,10 +281,10 @@ class Trial:
     def _timed(self, prepared: Callable[[], Callable[[], object]], again: bool) -> float:
         work = prepared()
         first = self._clocked(work)
+        if not again:  # uses up what it is given; what is compiled at its first use took that once
+            return self._clocked(prepared())
         if first > 10 * ENOUGH_SECONDS:
             return first
-        if not again:  # uses up what it is given
-            return self._clocked(prepared())
         total, count = 0.0, 0
         while total < ENOUGH_SECONDS:
             total += self._clocked(work)

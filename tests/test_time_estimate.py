@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -80,6 +81,21 @@ def test_a_quantized_head_is_a_step_of_its_own(model: Path, tmp_path: Path) -> N
     config = GPTQConfig(group_size=32, lm_head=True)
     plan = preflight.check(tiny_job(model, tmp_path, quantization=config), trial=True)
     assert plan.time is not None and len(plan.time.layer_seconds) == plan.layer_count + 1
+
+
+def test_what_the_first_use_alone_takes_is_no_time_of_a_layer(model: Path, tmp_path: Path) -> None:
+    job = tiny_job(model, tmp_path, quantization=EXL3Config(bits=8))
+    uses: list[str] = []
+
+    def compiled_at_first(trial: Trial, name: str, weight_NK: Any, state: Any) -> None:
+        if not uses:
+            time.sleep(3)
+        uses.append(name)
+
+    with mock.patch.object(Trial, "_whole_module", compiled_at_first):
+        estimate = trial_of(job).estimate(threads=1)
+    # Three seconds for 128 x 128 weights would be a minute for a layer of this model.
+    assert all(seconds < 10 for seconds in estimate.layer_seconds)
 
 
 def test_a_trial_that_fails_is_told_and_costs_nothing(model: Path, tmp_path: Path, monkeypatch) -> None:
