@@ -17,8 +17,10 @@ from tasks.job import (
     CalibrationConfig,
     EoRAConfig,
     EXL3Config,
+    FOEMConfig,
     FP8Config,
     GGUFConfig,
+    GPTAQConfig,
     GPTQConfig,
     ParoQuantConfig,
     QQQConfig,
@@ -44,10 +46,15 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "checkpoint": CheckpointConfig,
     "telemetry": TelemetryConfig,
 }
+# Options of a method that have settings of their own: a flag, and one more for each setting, which needs no flag beside it.
+SWITCHES: dict[str, type[BaseModel]] = {"gptaq": GPTAQConfig, "foem": FOEMConfig}
 
 # Where a field's option is not simply the field's name.
 OPTION_NAMES = {
     ("quantization", "checkpoint_format"): "--format",
+    ("quantization.gptaq", "alpha"): "--gptaq-alpha",
+    ("quantization.foem", "alpha"): "--foem-alpha",
+    ("quantization.foem", "beta"): "--foem-beta",
     ("adapter", "method"): "--adapter",
     ("adapter", "rank"): "--adapter-rank",
     ("calibration", "data"): "--calibration",
@@ -105,7 +112,8 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, output_required: bool 
     parser.add_argument("--method", choices=sorted(METHODS), default="gptq", help="Quantization method. (default gptq)")
     groups: dict[str, Any] = {}
     for option in _options():
-        group = groups.setdefault(option.section, parser.add_argument_group(option.section or "run"))
+        section = option.section.partition(".")[0]
+        group = groups.get(section) or groups.setdefault(section, parser.add_argument_group(section or "run"))
         _add(group, option)
 
 
@@ -113,8 +121,13 @@ def job_from(arguments: argparse.Namespace) -> QuantizationJob:
     """The job that these arguments describe; raises `UsageError` naming each option that can't be."""
     sections: dict[str, dict[str, Any]] = {"": {}, "quantization": {"method": arguments.method}}
     for option in _options():
-        if hasattr(arguments, option.destination):
-            sections.setdefault(option.section, {})[option.name] = getattr(arguments, option.destination)
+        if not hasattr(arguments, option.destination):
+            continue
+        place, _, switch = option.section.partition(".")
+        if switch and not isinstance(sections[place].get(switch), dict):
+            sections[place][switch] = {}
+        fields = sections[place][switch] if switch else sections.setdefault(place, {})
+        fields[option.name] = getattr(arguments, option.destination)
     job = sections.pop("") | sections
     if "calibration" in job and "data" not in job["calibration"]:
         given = ", ".join(
@@ -138,6 +151,9 @@ def _options() -> Iterator[_Option]:
                 fields[name][method] = field
     for name, by_method in fields.items():
         yield _Option("quantization", name, _merged(by_method))
+        if name in SWITCHES:
+            for part, field in SWITCHES[name].model_fields.items():
+                yield _Option(f"quantization.{name}", part, field)
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
             yield _Option(section, name, field)
@@ -178,6 +194,9 @@ def _add(group: "argparse._ArgumentGroup", option: _Option) -> None:
                 else f"Switches this off: {_help(option.field)}",
                 **common,
             )
+        return
+    if option.name in SWITCHES:
+        group.add_argument(option.flag, action="store_true", help=_help(option.field), **common)
         return
     choices, kind = (None, rules) if option.name == "dynamic" else _values(option.field.annotation)
     shown = (
@@ -230,7 +249,10 @@ def _problems(error: ValidationError, method: str) -> Iterator[str]:
         section, name = ("", where[0]) if len(where) == 1 else (where[0], where[1]) if where else ("", "")
         flag = flags.get((section, name), ".".join(where))
         message = problem["msg"].removeprefix("Value error, ")
-        if inside := where[2:]:  # of a list of rules
+        inside = where[2:]
+        if inside and name in SWITCHES:
+            flag, inside = flags.get((f"{section}.{name}", inside[0]), flag), []
+        if inside:  # of a list of rules
             flag = f"{flag} {'.'.join(inside)}"
         if problem["type"] == "extra_forbidden" and not inside:
             yield f"{flag} does not apply to method `{method}`; leave it out"

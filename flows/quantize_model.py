@@ -337,16 +337,19 @@ class _Quantization:
         assert run.calibration is not None
         if run.session.cursor:
             restored = continuation_batches(run.session.continuation())
-            if len(restored) != len(run.calibration.batches):
+            expected = run.streams * len(run.calibration.batches)
+            if len(restored) != expected:
                 raise CheckpointDamaged(
                     f"the continuation at {self.root} holds {len(restored)} batches, this job has "
-                    f"{len(run.calibration.batches)}: the identity should have told them apart; use a new checkpoint path"
+                    f"{expected}: the identity should have told them apart; use a new checkpoint path"
                 )
-            run.hidden = [run.held(restored.pop(0)) for _ in run.calibration.batches]
+            run.hidden = [run.held(restored.pop(0)) for _ in range(expected)]
             run.hidden_is_restored = True
             kind = "restoration"
         else:
-            run.hidden = [run.held(run.decoder.embed(batch.input_ids)) for batch in run.calibration.batches]
+            run.hidden = [
+                run.held(run.decoder.embed(batch.input_ids)) for batch in run.calibration.batches
+            ] * run.streams
             kind = "capture"
         run.decoder.release()
         telemetry.tensors(self.logger, kind, run.hidden, device=self.job.telemetry.device)

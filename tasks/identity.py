@@ -67,6 +67,7 @@ def build(
 ) -> dict[str, Any]:
     """The identity as JSON values. Reads every byte of the source's shards; `calibration` is None where none is used."""
     on_cpu = pool.devices[0].type == "cpu"
+    settings = job.quantization.model_dump(mode="json", exclude=set(NOT_QUANTIZATION))
     areas = {
         "source": {
             "config": source.stored_config,
@@ -74,7 +75,8 @@ def build(
             **_summed_up(scheme_of(job.quantization, source).written_beside_weights()),
         },
         "quantization": {
-            **job.quantization.model_dump(mode="json", exclude=set(NOT_QUANTIZATION)),
+            # What is not asked for is not there: checkpoints from before the option go on.
+            **{name: value for name, value in settings.items() if value is not None},
             "revision": METHOD_REVISIONS[job.quantization.method],
         },
         "calibration": _calibration(job, calibration),

@@ -21,8 +21,8 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "rotation": ((None, ""), "rotation of the weights before quantization"),
     "lm_head": ((False, None), "quantizing the output head"),
     "embeddings": ((False, None), "quantizing the embeddings"),
-    "gptaq": ((False, None), "GPTAQ"),
-    "foem": ((False, None), "FOEM"),
+    "gptaq": ((False, None), "GPTAQ, which is an option of gptq"),
+    "foem": ((False, None), "FOEM, which is an option of gptq"),
     "preprocessors": ((None, []), "quantization preprocessor chains"),
     "offload_to_disk": ((True, None), "a checkpointed run that keeps everything in memory"),
 }
@@ -107,6 +107,39 @@ class _Grid(_Quantization):
         return self
 
 
+class GPTAQConfig(_Frozen):
+    """Outputs are matched to those of the unquantized model, not of its weights on the quantized one's inputs (arXiv 2504.02692)."""
+
+    alpha: float = Field(
+        0.25,
+        ge=0.0,
+        le=1.0,
+        description="Share of what the inputs differ by that later columns take up; 0 is GPTQ.",
+    )
+
+
+class FOEMConfig(_Frozen):
+    """The first-order term of the loss, which GPTQ takes for zero, is compensated too (arXiv 2507.11017)."""
+
+    alpha: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="As GPTAQ's: share of what the inputs differ by that later columns take up; 0 is without.",
+    )
+    beta: float = Field(
+        0.2,
+        ge=0.0,
+        le=1.0,
+        description="Share of a column's way from the source's weights that is taken back before it is rounded.",
+    )
+
+
+def _switched(value: Any) -> Any:
+    """True stands for an option's defaults, False for doing without it."""
+    return {} if value is True else None if value is False else value
+
+
 class GPTQConfig(_Grid):
     """GPTQ: columns are rounded one by one, each error spread over the columns that follow (arXiv 2210.17323)."""
 
@@ -122,6 +155,14 @@ class GPTQConfig(_Grid):
         True,
         description="Modules see what the layer's quantized modules before them make; otherwise what the layer's own "
         "weights make, and the next layer sees the quantized ones.",
+    )
+    gptaq: Annotated[GPTAQConfig | None, BeforeValidator(_switched)] = Field(
+        None,
+        description="GPTAQ: match the outputs that the unquantized model gives; its hidden states are computed beside the "
+        "quantized one's, which takes about twice the time and memory of the forward.",
+    )
+    foem: Annotated[FOEMConfig | None, BeforeValidator(_switched)] = Field(
+        None, description="FOEM: compensate the first-order term of the loss; with `alpha`, GPTAQ's difference too."
     )
     block_size: int = Field(128, ge=1, description="Columns between lazy updates of the rest.")
     damp_percent: float = Field(
@@ -162,6 +203,24 @@ class GPTQConfig(_Grid):
         if self.desc_act and self.act_group_aware:
             raise ValueError("desc_act and act_group_aware are two orders of one thing; choose one")
         return self
+
+    @model_validator(mode="after")
+    def _one_asymmetry(self) -> "GPTQConfig":
+        if self.gptaq is not None and self.foem is not None:
+            raise ValueError(
+                "gptaq and foem are two settings of one alpha; for both at once leave out gptaq, and give foem its alpha"
+            )
+        return self
+
+    @property
+    def asymmetry(self) -> float:
+        """GPTAQ's alpha, from wherever it is set; with 0 no hidden states of the unquantized model are needed."""
+        return self.gptaq.alpha if self.gptaq is not None else self.foem.alpha if self.foem is not None else 0.0
+
+    @property
+    def first_order(self) -> float:
+        """FOEM's beta; 0 is GPTQ."""
+        return self.foem.beta if self.foem is not None else 0.0
 
 
 class QQQConfig(_Quantization):

@@ -3,7 +3,8 @@
 A layer's stages are its subsets. At each of them lie in memory: the weights that are still to be multiplied by, the
 subset's statistic as it is summed and as it is factored, what the calibration samples wait with, and the codes of the
 modules before. Samples that would not fit lie in files and pass through the layer one batch at a time; then all weights
-stay until the end. Before the first layer the replay of one layer of each kind is checked, which holds them twice.
+stay until the end. Where the unquantized model's samples pass beside the quantized one's, there are two of each, and the
+weights of both: those that are quantized, as they were and as they became. Before the first layer the replay of one layer of each kind is checked, which holds them twice.
 """
 
 import sys
@@ -16,7 +17,7 @@ from tasks.devices import DevicePool
 from tasks.job import QuantizationJob
 from tasks.models.decoder import Decoder
 from tasks.plan import Memory
-from tasks.schemes import Scheme
+from tasks.schemes import Scheme, streams
 
 FINITE_CHECK_BYTES = 8 << 20  # beside a tensor that is looked at for NaN
 # A module is packed by way of int64.
@@ -47,6 +48,10 @@ class MemoryEstimate:
     @property
     def is_chain(self) -> bool:
         return self.scheme.needs_activations
+
+    @property
+    def streams(self) -> int:
+        return streams(self.job.quantization)
 
     @property
     def itemsize(self) -> int:
@@ -149,9 +154,12 @@ class MemoryEstimate:
             for subset in decoder.subsets(i):
                 stages.append(_Stage(shapes[subset[0]][1], before, weights, codes))
                 size = sum(prod(shapes[name]) for name in subset)
-                before, codes = weights, codes + size
+                doubled = size * self.itemsize * (self.streams - 1)
+                before, codes = weights + doubled, codes + size
                 if self.is_chain and not keeps and subset not in experts:
                     weights -= size * self.itemsize
+                else:
+                    weights += doubled
             # When all is quantized, before it is packed.
             stages.append(_Stage(0, 0, 0, codes))
             yield stages
@@ -167,15 +175,15 @@ class MemoryEstimate:
     def _waiting(self, width: int, spills: bool) -> int:
         """The residual, the normed residual and the input of a subset, of all samples; with what a batch's forward makes."""
         hidden = self.decoder.config.hidden_size
-        passing = self.batch_tokens * 3 * (hidden + width) * self.itemsize
+        passing = self.batch_tokens * 3 * (hidden + width) * self.itemsize * self.streams
         if spills and not self.decoder.has_experts:
             return passing
-        return self.tokens * (2 * hidden + width) * self.itemsize + (passing if width else 0)
+        return self.tokens * (2 * hidden + width) * self.itemsize * self.streams + (passing if width else 0)
 
     def _between_layers(self, spills: bool) -> int:
         """What enters the layer and what has left it."""
         tokens = self.batch_tokens if spills else self.tokens
-        return 2 * tokens * self.decoder.config.hidden_size * self.decoder.source_dtype.itemsize
+        return 2 * tokens * self.decoder.config.hidden_size * self.decoder.source_dtype.itemsize * self.streams
 
     def _quantizing(self) -> list[int]:
         """Whole modules, the largest first: read in the source's dtype, as many at the same time as there are devices."""

@@ -32,7 +32,7 @@ from tasks.places import (
 )
 from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
 from tasks.report import REPORT_FILE
-from tasks.schemes import Scheme, decoder_of, needs_activations, scheme_of
+from tasks.schemes import Scheme, decoder_of, needs_activations, scheme_of, streams
 from tasks.time_estimate import Trial
 
 # What a run writes about each module: its part of a record, of manifests, of the report.
@@ -203,6 +203,7 @@ class _Findings:
         carried = in_layers - sum(kind.bytes_before for kind in modules)
         samples, tokens = self._calibration_bound()
         continuation = tokens * self.decoder.config.hidden_size * self.decoder.source_dtype.itemsize
+        continuation *= streams(self.job.quantization)
         quantized = {full for kind in self.decoder.linear_kinds for full in kind.modules}
         carried_after = scheme.other_bytes(name for name in of_steps if name.rpartition(".")[0] not in quantized)
         outer_after = scheme.other_bytes(outer_names)

@@ -11,7 +11,8 @@ The shards of a layer run side by side, one thread each for the whole layer (a p
 meet at barriers. One that fails breaks the barrier, so that no sibling waits for ever; the first real error is the one told.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +27,14 @@ from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.expert_groups import cost, group_size, quantize_subset
 from tasks.hidden_states import loaded
 from tasks.layer_work import LayerWork, lane_batches, rows_of, shares, weight_of
+from tasks.methods.gptaq import AsymmetricSum
 from tasks.methods.gptq import HessianError
 from tasks.methods.grid import WeightError
 from tasks.methods.hessian import spans
 from tasks.models.experts import group_experts
-from tasks.models.staged import StagedForward
+from tasks.models.folding import Subset
+from tasks.models.staged import Calls, StagedForward
+from tasks.original_stream import OriginalStream
 from tasks.schemes import Prepared, Scheme, Statistic
 
 
@@ -57,7 +61,8 @@ class Shard:
         self.number = number
         self.device = work.devices[work.slots[number]].torch_device
         self.dtype = self.run.decoder.compute_dtype(self.device)
-        self.lanes = lane_batches(len(self.run.hidden))
+        self.batch_count = len(self.run.hidden) // self.run.streams
+        self.lanes = lane_batches(self.batch_count)
         self.subsets = self.run.decoder.subsets(work.layer)
         self.shapes = self.run.decoder.linear_shapes(work.layer)
         self.batches = [(lane, batch) for lane in range(number, LANES, work.device_count) for batch in self.lanes[lane]]
@@ -77,13 +82,18 @@ class Shard:
         in_order = [subset for stage in stages for subset in stage]
         past: list[tuple[str, ...]] = []
         rewinds = self._rewinds
-        with StagedForward(module, in_order, self._calls(), stages, rewinds=rewinds) as staged:
+        with (
+            self._beside(module, in_order, stages) as original,  # first: a copy of what is not patched yet
+            StagedForward(module, in_order, self._calls(), stages, rewinds=rewinds) as staged,
+        ):
             for stage in stages:
                 for subset in stage:
-                    self._sum_up(staged, subset)
+                    self._sum_up(staged, subset, original)
                     # Subset by subset: no more lanes than one subset's wait for others.
                     self.work.meet()
                 if scheme.is_sequential and not rewinds:  # else the layer is run again
+                    if original is not None:
+                        self._let_go(original.layer, past, stage[0])
                     past = self._let_go(module, past, stage[0])
                     past += stage
                 if len(stage) > 1:
@@ -103,6 +113,8 @@ class Shard:
                 self.work.prepared = None
             if decoder.is_head(self.work.layer):
                 return  # nothing comes after it, and its outputs are as many as the vocabulary
+            if original is not None:
+                self._hand_on(original.staged, self.batch_count)
             if scheme.is_sequential:
                 self._hand_on(staged)
                 return
@@ -126,9 +138,18 @@ class Shard:
             weight.data = weight.new_empty(0)
         return kept
 
-    def _calls(self) -> Iterable[tuple[Tensor, dict[str, object]]]:
+    def _calls(self, first: int = 0) -> Calls:
         """One by one: a batch's mask and rotary tables live no longer than its forward needs them."""
-        return _Calls(self)
+        return _Calls(self, first)
+
+    def _beside(
+        self, module: nn.Module, in_order: Sequence[Subset], stages: Sequence[Sequence[Subset]]
+    ) -> AbstractContextManager[OriginalStream | None]:
+        """The unquantized model's batches, where the method looks at them."""
+        if self.run.streams == 1:
+            return nullcontext()
+        twin = self.run.decoder.twin(module)
+        return OriginalStream(twin, in_order, self._calls(self.batch_count), stages, rewinds=self._rewinds)
 
     @property
     def _rewinds(self) -> bool:
@@ -138,14 +159,14 @@ class Shard:
         """
         return self.run.spills and not self.run.decoder.experts(self.work.layer)
 
-    def _hand_on(self, staged: StagedForward) -> None:
-        """Run this device's batches to their end, for the next layer."""
+    def _hand_on(self, staged: StagedForward, first: int = 0) -> None:
+        """Run this device's batches to their end, for the next layer, whose hidden states are kept from number `first` on."""
         for (_, batch), hidden in zip(self.batches, staged.outputs(), strict=True):
-            self.work.outputs[batch] = self.run.held(self._rounded(hidden))
+            self.work.outputs[first + batch] = self.run.held(self._rounded(hidden))
 
-    def _call(self, batch: int) -> tuple[Tensor, dict[str, object]]:
-        """A batch's hidden states on this device and the other arguments of the layer."""
-        source = loaded(self.run.hidden[batch])
+    def _call(self, batch: int, first: int) -> tuple[Tensor, dict[str, object]]:
+        """A batch's hidden states on this device, kept from number `first` on, and the other arguments of the layer."""
+        source = loaded(self.run.hidden[first + batch])
         hidden = source.to(self.device)
         if self.run.hidden_is_restored and not torch.equal(_bits(hidden.cpu()), _bits(source)):
             raise RuntimeError(
@@ -166,20 +187,26 @@ class Shard:
             )
         return rounded
 
-    def _sum_up(self, staged: StagedForward, subset: tuple[str, ...]) -> None:
+    def _sum_up(self, staged: StagedForward, subset: tuple[str, ...], original: OriginalStream | None = None) -> None:
         features = self.shapes[subset[0]][1]
         lanes = list(range(self.number, LANES, self.work.device_count))
         statistic: Statistic | None = None
-        for call, _ in staged.advance(subset):
+        arrivals = staged.advance(subset) if original is None else original.advance_with(staged, subset)
+        for call, _ in arrivals:
             self.work.check()
             lane, batch = self.batches[call]
             while lanes[0] != lane:
                 self.work.offer(subset, lanes.pop(0), statistic)
                 statistic = None
-            real_TK = staged.real_tokens(call, subset, self.run.calibration_batch(batch).attention_mask)
+            mask_BT = self.run.calibration_batch(batch).attention_mask
+            real_TK = staged.real_tokens(call, subset, mask_BT)
             if len(real_TK):
                 statistic = statistic or self._statistic(features)
-                statistic.add(real_TK)
+                if original is None:
+                    statistic.add(real_TK)
+                else:
+                    assert isinstance(statistic, AsymmetricSum)
+                    statistic.add(real_TK, staged.same_tokens(original.staged, call, subset, mask_BT))
         while lanes:
             self.work.offer(subset, lanes.pop(0), statistic)
             statistic = None
@@ -296,9 +323,16 @@ class Shard:
             quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}
             costs = {name: self.shapes[name][0] * self.shapes[name][1] for name in subset}
             for name in shares(costs, work.device_count)[self.number]:
-                work.adapter.compensate(name, weight_of(module, name), quantized[name].dequantize())
+                work.adapter.compensate(name, self._aim(module, name, subset), quantized[name].dequantize())
         if self.run.scheme.is_sequential:
             self._put_quantized(module, subset)
+
+    def _aim(self, module: nn.Module, name: str, subset: tuple[str, ...]) -> Tensor:
+        """The weights that a module's quantized ones are to be like."""
+        weight_NK = weight_of(module, name)
+        if self.run.streams == 1 or self.work.outcomes[subset].method == "rtn":
+            return weight_NK
+        return self._scheme_of(subset).aim(weight_NK, self._state_here())
 
     def _put_quantized(self, module: nn.Module, subset: tuple[str, ...]) -> None:
         quantized: dict[str, Any] = self.work.quantized
@@ -307,6 +341,8 @@ class Shard:
             if not self.run.scheme.quantizes_units:
                 weight_NK.copy_(rows.dequantize())
                 continue
+            if self.run.streams > 1:  # the unquantized layer keeps what is there
+                weight_of(module, name).data = weight_NK = torch.empty_like(weight_NK)
             # The whole in float32 would be several times the weight.
             for start, stop in spans(0, len(weight_NK), UNIT_ROWS):
                 weight_NK[start:stop] = rows.rows(start, stop).dequantize()
@@ -328,9 +364,10 @@ class _Calls:
     """The batches of a shard, each made ready as it is asked for; may be gone through again."""
 
     shard: Shard
+    first: int
 
     def __iter__(self) -> Iterator[tuple[Tensor, dict[str, object]]]:
-        return (self.shard._call(batch) for _, batch in self.shard.batches)
+        return (self.shard._call(batch, self.first) for _, batch in self.shard.batches)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ class Run:
     started: float
     resumed_from: int | None = None
     receipts: list[LayerReceipt] = field(default_factory=list)
-    # Hidden states entering the next layer, one per calibration batch, on the CPU in the source's dtype.
+    # Hidden states entering the next layer, one per calibration batch, on the CPU in the source's dtype; where they are
+    # compared with those of the unquantized model, these follow, in the same order.
     hidden: Sequence[Held] = field(default_factory=list)
     # Whether they lie in files, because they would not fit into memory.
     spills: bool = False
@@ -129,6 +130,11 @@ class Run:
     @property
     def needs_activations(self) -> bool:
         return self.scheme.needs_activations
+
+    @property
+    def streams(self) -> int:
+        """How many hidden states there are of each batch: the quantized model's, and the unquantized one's where needed."""
+        return schemes.streams(self.job.quantization)
 
     @property
     def memory_limit(self) -> int | None:

@@ -38,7 +38,7 @@ from tasks.job import (
     Quantization,
     RTNConfig,
 )
-from tasks.methods import bitsandbytes, fp8, gptq, qqq, rtn
+from tasks.methods import bitsandbytes, fp8, gptaq, gptq, qqq, rtn
 from tasks.methods.gptq import ActivationError, HessianError
 from tasks.methods.grid import QuantizedRows, check_finite, check_weight
 from tasks.models.decoder import Decoder
@@ -108,6 +108,11 @@ def needs_activations(config: Quantization) -> bool:
     """Whether the method looks at what flows through the layers, which makes the layers a chain."""
     chained = isinstance(config, GPTQConfig | AWQConfig | QQQConfig | EXL3Config | ParoQuantConfig)
     return chained or (isinstance(config, GGUFConfig) and config.imatrix)
+
+
+def streams(config: Quantization) -> int:
+    """How many hidden states of each sample pass through the layers: the quantized model's, and the source's own if asked."""
+    return 2 if isinstance(config, GPTQConfig) and config.asymmetry else 1
 
 
 def packages(config: Quantization) -> tuple[str, ...]:
@@ -213,6 +218,10 @@ class Scheme:
 
     def check(self, weight_NK: Tensor) -> None:
         """WeightError for weights that no unit of rows could be quantized from."""
+
+    def aim(self, weight_NK: Tensor, state: Any) -> Tensor:
+        """What the quantized rows of these weights are to be like."""
+        return weight_NK
 
     def quantize_unit(self, weight_NK: Tensor, state: Any) -> UnitRows:
         """Some rows of a subset, on the CPU; HessianError when these can't be quantized with this state."""
@@ -390,12 +399,19 @@ class HessianScheme(Scheme):
     def sum_bytes(self, in_features: int) -> int:
         return 4 * in_features**2
 
+    def factor(self, total: Any) -> gptq.Factor:
+        """What rows are quantized with; the sum is used up."""
+        return gptq.factor_hessian(total.hessian(), self.factoring)
+
+    def aim(self, weight_NK: Tensor, state: Any) -> Tensor:
+        return weight_NK if state is None else state.aim(weight_NK)
+
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
         tokens = total.tokens if total is not None else 0
         if tokens < max(FEWEST_TOKENS, self.fallback_tokens * all_tokens):
             return Prepared(None, "rtn", tokens, None, f"{tokens} of {all_tokens} calibration tokens reached it")
         try:
-            factor = gptq.factor_hessian(total.hessian(), self.factoring)
+            factor = self.factor(total)
         except HessianError as error:
             return Prepared(None, "rtn", tokens, None, str(error))
         except ActivationError as error:
@@ -410,6 +426,20 @@ class GPTQScheme(HessianScheme):
         super().__init__(config, config, source)
         self.gptq_config = config
         self.is_sequential = config.true_sequential
+        self.compares = bool(config.asymmetry)  # with the source's own hidden states
+
+    def statistic(self, in_features: int, device: torch.device) -> Statistic:
+        return gptaq.AsymmetricSum(in_features, device) if self.compares else super().statistic(in_features, device)
+
+    def statistic_bytes(self, in_features: int) -> int:
+        return super().statistic_bytes(in_features) + (4 * in_features**2 if self.compares else 0)
+
+    def sum_bytes(self, in_features: int) -> int:
+        return super().sum_bytes(in_features) * (2 if self.compares else 1)
+
+    def factor(self, total: Any) -> gptq.Factor:
+        factor = super().factor(total)
+        return gptaq.with_shift(factor, total.cross(), self.gptq_config.asymmetry) if self.compares else factor
 
     def check(self, weight_NK: Tensor) -> None:
         check_weight(weight_NK, self.gptq_config)
@@ -486,6 +516,8 @@ def _setting(name: str, value: Any) -> str:
         return "with its head" if value else ""
     if name == "dynamic":
         return f"{len(value)} rule{'s' * (len(value) > 1)} for modules" if value else ""
+    if name in ("gptaq", "foem") and value:
+        return f"{name.upper()} with {', '.join(f'{part} {share:g}' for part, share in value.items())}"
     if name == "true_sequential":
         return "" if value else "layers at once"
     return str(value) if name in ("fp8_format", "quant_type", "codebook") else ""

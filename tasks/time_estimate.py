@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tasks import schemes
 from tasks.devices import DevicePool
 from tasks.execution_plan import LANES, UNIT_ROWS
 from tasks.expert_groups import experts_per_token
@@ -84,7 +85,7 @@ class Trial:
         # Into the dtype that is computed in, and looked at for values that no grid holds.
         seconds += weights * 4 * self.dtype.itemsize * self._traffic
         seconds += self.layer_bytes_after * 2 * self._hashing
-        share = 1.0
+        share, streams = 1.0, schemes.streams(scheme.config)
         if experts:
             count = len(decoder.experts(i))
             share = experts_per_token(decoder.config, count) / count
@@ -98,14 +99,14 @@ class Trial:
                 alone += self._preparing(width, decoder.full_name(i, subset[0]))
                 if self.rewinds and not experts:
                     passing += passed
-                passed += 2 * tokens * rows * width * product
+                passed += 2 * tokens * streams * rows * width * product
             seconds += self._quantizing(width, rows, decoder.full_name(i, subset[0]))
         if scheme.needs_activations:
             widest = max((width for _, width in shapes.values()), default=0)
             hidden = decoder.config.hidden_size
-            traffic = self.tokens * (HIDDEN_PASSES * hidden + WIDE_PASSES * widest) * self.dtype.itemsize
+            traffic = streams * self.tokens * (HIDDEN_PASSES * hidden + WIDE_PASSES * widest) * self.dtype.itemsize
             # Twice the products of a causal layer's scores, which are made in half as large pieces.
-            passed += traffic * self._traffic + 4 * self.tokens * self.length * hidden * product
+            passed += traffic * self._traffic + 4 * streams * self.tokens * self.length * hidden * product
             seconds += passing + passed * (2 if scheme.scales_layers or not scheme.is_sequential else 1)
         slots = 1 if self.pool.devices[0].type == "cpu" else len(self.pool.devices)  # CPU slots share their cores
         return seconds / slots + alone

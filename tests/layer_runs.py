@@ -37,7 +37,7 @@ def open_run(job: QuantizationJob) -> Iterator[running.Run]:
             calibration=samples, identity_digest="abc", cpu_threads=1, session=session, started=0.0,
         )  # fmt: skip
         if samples is not None:
-            run.hidden = [decoder.embed(batch.input_ids) for batch in samples.batches]
+            run.hidden = [decoder.embed(batch.input_ids) for batch in samples.batches] * run.streams
         with running.opened(run):
             yield run
 

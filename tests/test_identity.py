@@ -106,6 +106,9 @@ MATTERS: dict[str, tuple[Any, str]] = {
     "quantization.gptq.damp_percent": (0.01, "quantization"),
     "quantization.gptq.damp_increment": (0.02, "quantization"),
     "quantization.gptq.fallback_tokens": (0.01, "quantization"),
+    "quantization.gptq.gptaq.alpha": (0.5, "quantization"),
+    "quantization.gptq.foem.alpha": (0.5, "quantization"),
+    "quantization.gptq.foem.beta": (0.1, "quantization"),
     "adapter.rank": (16, "adapter"),
     "calibration.data": (TEXTS[:2], "calibration"),
     "calibration.split": ("test", "calibration"),
@@ -241,6 +244,10 @@ def test_a_field_that_does_not_matter_changes_nothing(model, own_model, leaf):
     value = str(own_model) if leaf == "model" else DOES_NOT_MATTER[leaf]
     beside = {"quantization.method": leaf.split(".")[1]} if leaf.startswith("quantization.") else {}
     assert identify(written(model, **beside)) == identify(written(model, **beside, **{leaf: value}))
+
+
+def test_options_that_are_not_asked_for_are_no_part_of_it_so_that_older_checkpoints_go_on(model):
+    assert {"gptaq", "foem"}.isdisjoint(identify(written(model))["quantization"])
 
 
 def test_calibration_is_no_part_of_a_job_that_does_not_use_it(model):

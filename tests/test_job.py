@@ -70,8 +70,8 @@ def test_an_unsupported_option_is_refused_by_its_own_name(place, name):
 
 def test_all_unsupported_options_are_named_at_once():
     with pytest.raises(ValidationError) as error:
-        GPTQConfig.model_validate({"foem": True, "rotation": "hadamard"})
-    assert "`foem`" in message(error)
+        GPTQConfig.model_validate({"embeddings": True, "rotation": "hadamard"})
+    assert "`embeddings`" in message(error)
     assert "`rotation`" in message(error)
 
 
@@ -86,12 +86,28 @@ def test_all_unsupported_options_are_named_at_once():
         ({"method": "gptq", "mse": float("nan")}, "finite"),
         ({"method": "gptq", "desc_act": True, "act_group_aware": True}, "choose one"),
         ({"method": "rtn", "damp_percent": 0.1}, "not permitted"),
+        ({"method": "gptq", "gptaq": True, "foem": {"alpha": 0.25}}, "leave out gptaq, and give foem its alpha"),
+        ({"method": "gptq", "gptaq": {"alpha": 1.5}}, "less than or equal to 1"),
+        ({"method": "gptq", "foem": {"beta": -0.1}}, "greater than or equal to 0"),
+        ({"method": "gptq", "dynamic": {".*": {"gptaq": {"alpha": 0.5}}}}, "rule `.*` has gptaq"),
+        ({"method": "qqq", "gptaq": True}, "`gptaq` (GPTAQ, which is an option of gptq)"),
+        ({"method": "awq", "foem": {"beta": 0.1}}, "`foem` (FOEM, which is an option of gptq)"),
     ],
 )
 def test_a_quantization_that_does_not_exist_is_refused(quantization, part):
     with pytest.raises(ValidationError) as error:
         job(quantization=quantization)
     assert part in message(error)
+
+
+def test_an_option_with_settings_is_switched_on_and_off_by_true_and_false():
+    plain = GPTQConfig()
+    assert GPTQConfig.model_validate({"gptaq": False, "foem": False}) == plain
+    assert (plain.asymmetry, plain.first_order) == (0, 0)
+    gptaq, foem = (GPTQConfig.model_validate({name: True}) for name in ("gptaq", "foem"))
+    assert (gptaq.asymmetry, gptaq.first_order) == (0.25, 0)
+    assert (foem.asymmetry, foem.first_order) == (0, 0.2)
+    assert GPTQConfig.model_validate({"foem": {"alpha": 0.25}}).asymmetry == 0.25
 
 
 @pytest.mark.parametrize(

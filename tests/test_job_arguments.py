@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 from checkpoint_store.config import CheckpointConfig
-from flows.job_arguments import METHODS, SECTIONS, UsageError, add_job_arguments, job_from
+from flows.job_arguments import METHODS, SECTIONS, SWITCHES, UsageError, add_job_arguments, job_from
 from tasks.job import (
     AWQConfig,
     BitsAndBytesConfig,
     CalibrationConfig,
     EXL3Config,
+    FOEMConfig,
     FP8Config,
     GGUFConfig,
+    GPTAQConfig,
     GPTQConfig,
     Quantization,
     QuantizationJob,
@@ -89,6 +91,11 @@ def test_every_option_reaches_its_field() -> None:
     [
         ("rtn --bits 8 --format compressed-tensors", RTNConfig(bits=8, checkpoint_format="compressed-tensors")),
         ("rtn --format awq --asym", RTNConfig(sym=False, checkpoint_format="awq")),
+        ("gptq --gptaq", GPTQConfig(gptaq=GPTAQConfig())),
+        ("gptq --gptaq-alpha 0.5", GPTQConfig(gptaq=GPTAQConfig(alpha=0.5))),
+        ("gptq --gptaq --gptaq-alpha 0.5", GPTQConfig(gptaq=GPTAQConfig(alpha=0.5))),
+        ("gptq --foem", GPTQConfig(foem=FOEMConfig())),
+        ("gptq --foem --foem-alpha 0.25 --foem-beta 0.1", GPTQConfig(foem=FOEMConfig(alpha=0.25, beta=0.1))),
         ("awq", AWQConfig()),
         (
             "awq --bits 8 --sym --n-grid 10 --no-duo-scaling --no-apply-clip --fallback-tokens 0.1 --format "
@@ -170,7 +177,8 @@ def test_no_field_of_the_job_lacks_an_option() -> None:
         ".offload_directory",
         ".seed",
     }
-    assert methods | others | whole <= reachable
+    switches = {f"quantization.{name}.{part}" for name, model in SWITCHES.items() for part in model.model_fields}
+    assert methods | others | whole | switches <= reachable
     assert set(QuantizationJob.model_fields) == {name.lstrip(".") for name in whole} | set(SECTIONS) | {"quantization"}
 
 
@@ -187,6 +195,11 @@ def test_options_that_are_not_given_leave_the_defaults() -> None:
         ('--dynamic {"a":{"bits":5}}', "--dynamic 0.bits 5"),
         ('--method fp8 --dynamic {"a":{}}', "only rules with `-:`"),
         ('--method qqq --dynamic {"-:a":{}}', "not supported by method `qqq`: `dynamic`"),
+        ("--method qqq --gptaq", "not supported by method `qqq`: `gptaq`"),
+        ("--method awq --foem-beta 0.1", "not supported by method `awq`: `foem`"),
+        ("--gptaq --foem", "leave out gptaq, and give foem its alpha"),
+        ("--gptaq-alpha 2", "--gptaq-alpha 2"),
+        ("--foem-beta -1", "--foem-beta -1"),
         ("--method awq --lm-head", "not supported by method `awq`: `lm_head`"),
         ("--method rtn --desc-act", "--desc-act does not apply to method `rtn`"),
         ("--method fp8 --bits 8", "--bits does not apply to method `fp8`"),

@@ -186,10 +186,10 @@ def test_an_error_in_one_shard_ends_its_siblings_and_is_the_one_told(
     with open_run(tiny_job(model, tmp_path, devices=("cpu",) * 3)) as run:
         call = quantize_shard.Shard._call
 
-        def failing(self: Any, batch: int) -> Any:
+        def failing(self: Any, batch: int, first: int) -> Any:
             if self.number == 1:
                 raise OSError("the source's disk went away")
-            return call(self, batch)
+            return call(self, batch, first)
 
         monkeypatch.setattr(quantize_shard.Shard, "_call", failing)
         work, errors = run_shards(run, 0)

@@ -202,6 +202,8 @@ def quantization_config(config: Config) -> dict[str, Any]:
             "damp_percent": config.damp_percent,
             "damp_auto_increment": config.damp_increment,
         }
+        asked = {"gptaq": config.gptaq, "foem": config.foem}
+        meta |= {name: option.model_dump() for name, option in asked.items() if option is not None}
     return {
         "bits": config.bits,
         "group_size": config.group_size,

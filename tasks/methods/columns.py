@@ -13,6 +13,7 @@ are kept [K, N], so that a column of all rows is contiguous. float32, on the fac
 Shape suffixes: N out_features, K in_features, C columns of a panel or a group.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -38,22 +39,27 @@ class Rounder(Protocol):
 
 
 def round_with_feedback(
-    weight_NK: Tensor, factor: Factor, rounder: Rounder, group_of: list[int], span: int | None, block_size: int
+    weight_NK: Tensor,
+    factor: Factor,
+    rounder: Rounder,
+    group_of: list[int],
+    span: int | None,
+    block_size: int,
+    first_order: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Codes uint8 [N, K] of rows that share `factor`, and each row's loss, float32 [N]; the weights stay as they are.
 
     group_of: the group of the column rounded i-th; each has `span` columns, or None where all grids are chosen already.
     Grids of all groups that start in a block are found at the block's start, on weights that hold the errors of all
-    earlier blocks. The loss is the mean over tokens of a row's squared output error, as the (damped) Hessian tells it;
-    dead columns carry none. HessianError when the error feedback diverges.
+    earlier blocks. first_order: the share of a column's way from the source that is taken back (gptaq.py). The loss is the
+    mean over tokens of a row's squared output error, as the (damped) Hessian tells it, measured from what the weights aim
+    at; dead columns carry none. HessianError when the error feedback diverges.
     """
-    weight_KN = weight_NK.to(device=factor.pivots_K.device, dtype=torch.float32).t()
-    # Always a copy: it is overwritten.
-    if factor.order_K is None:
-        weight_KN = weight_KN.clone(memory_format=torch.contiguous_format)
-    else:
-        weight_KN = weight_KN.index_select(0, factor.order_K)
-    codes_KN, errors_KN = _round_columns(weight_KN, factor.feedback_KK, rounder, group_of, span, block_size)
+    weight_KN = _in_order(factor.aim(weight_NK), factor)
+    pull = _Pull(_in_order(weight_NK.to(weight_KN), factor), weight_KN.clone(), first_order) if first_order else None
+    codes_KN, errors_KN = _round_columns(weight_KN, factor.feedback_KK, rounder, group_of, span, block_size, pull)
+    if pull is not None:
+        errors_KN = pull.output_errors(weight_KN, errors_KN, factor.feedback_KK)
     is_live_K = ~factor.dead_K
     if factor.order_K is not None:
         is_live_K = is_live_K[factor.order_K]
@@ -68,10 +74,41 @@ def round_with_feedback(
     return codes_KN.t().contiguous(), losses_N
 
 
+def _in_order(weight_NK: Tensor, factor: Factor) -> Tensor:
+    """A copy [K, N], its columns in the order of rounding."""
+    if factor.order_K is None:
+        return weight_NK.t().clone(memory_format=torch.contiguous_format)
+    return weight_NK.t().index_select(0, factor.order_K)
+
+
+@dataclass(frozen=True)
+class _Pull:
+    """A share `beta` of each column's way from the source, `source_KN`, is taken back; `aim_KN` is what errors count from."""
+
+    source_KN: Tensor
+    aim_KN: Tensor
+    beta: float
+
+    def output_errors(self, weight_KN: Tensor, errors_KN: Tensor, feedback_KK: Tensor) -> Tensor:
+        """The errors whose squares over those of the pivots make up the loss, from what became of weights and errors.
+
+        Without a pull they are the rounding errors, as every error is handed on in full. Here the difference that is left
+        is taken apart anew: by H = (U^T U)^-1, and a row of the difference is a sum of rows of U.
+        """
+        rounded_KN = torch.lerp(weight_KN, self.source_KN, self.beta).sub_(errors_KN)
+        return torch.linalg.solve_triangular(feedback_KK, self.aim_KN - rounded_KN, upper=False, unitriangular=True)
+
+
 def _round_columns(
-    weight_KN: Tensor, feedback_KK: Tensor, rounder: Rounder, group_of: list[int], span: int | None, block_size: int
+    weight_KN: Tensor,
+    feedback_KK: Tensor,
+    rounder: Rounder,
+    group_of: list[int],
+    span: int | None,
+    block_size: int,
+    pull: _Pull | None,
 ) -> tuple[Tensor, Tensor]:
-    """Round all columns in order: codes uint8 and errors, [K, N]; overwrites `weight_KN`.
+    """Round all columns in order: codes uint8 and errors, [K, N]; makes `weight_KN` what was rounded.
 
     For few rows, and on a GPU, the time is that of the torch calls in the loop over columns: five a column.
     """
@@ -102,7 +139,11 @@ def _round_columns(
                 weight_N = weights[i]
                 if i > panel_start:
                     weight_N.addmv_(errors_KN[panel_start:i].t(), feedback_KK[i, panel_start:i], alpha=-1)
+                if pull is not None:
+                    weight_N.lerp_(pull.source_KN[i], pull.beta)
                 rounder.round(group_of[i], weight_N, steps[i - panel_start], errors[i])
+                if pull is not None:
+                    errors[i].sub_(weight_N - pull.source_KN[i], alpha=pull.beta)
             codes_KN[panel_start:panel_stop] = rounder.codes(
                 group_of[panel_start:panel_stop], panel_CN[: panel_stop - panel_start]
             )

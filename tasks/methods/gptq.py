@@ -6,7 +6,7 @@ The grids of all groups that start in a block are found at the block's start, on
 earlier blocks. Waiting for each group's turn instead was no better: loss times 1.000 at group size 64 and 1.003 at
 32, geometric mean over 20 matrices of SmolLM2-135M and random correlated inputs.
 
-Damping and dead columns are in hessian.py; dead columns keep their weight, rounded plainly, and carry no loss. A row's
+What GPTAQ and FOEM add is in gptaq.py. Damping and dead columns are in hessian.py; dead columns keep their weight, rounded plainly, and carry no loss. A row's
 codes depend on the row and the factor alone, but the last bits of a matrix product may depend on how many rows it has,
 so callers cut rows into units of a fixed size. float32, on the factor's device.
 
@@ -41,7 +41,9 @@ def quantize_rows(weight_NK: Tensor, factor: Factor, config: GPTQConfig) -> Quan
     g_idx_K, group_of = groups_of(factor, config)
     grids = _Grids(weight_NK, max(group_of) + 1, config)
     span = None if config.static_groups else columns_per_group(weight_NK.shape[1], config)
-    codes_NK, losses_N = round_with_feedback(weight_NK, factor, grids, group_of, span, config.block_size)
+    codes_NK, losses_N = round_with_feedback(
+        weight_NK, factor, grids, group_of, span, config.block_size, config.first_order
+    )
     return QuantizedRows(codes_NK, grids.scales_GN.t().half(), grids.zeros_GN.t().to(torch.int32), g_idx_K, losses_N)
 
 

@@ -92,7 +92,8 @@ class Factor:
 
     feedback_KK float32: row j holds what column j takes of each earlier column's error, U_ij / U_ii; pivots_K float32:
     U_ii. Both in the order in which columns are rounded. order_K int64: the input column rounded i-th, None for 0, 1,
-    ... dead_K bool, by input column. damp_percent: what was used, after `raised` failed attempts.
+    ... dead_K bool, by input column. damp_percent: what was used, after `raised` failed attempts. shift_KK float32, by
+    input column: what is added of each column of the weights to others before they are rounded (gptaq.py), if anything.
     """
 
     feedback_KK: Tensor
@@ -101,6 +102,12 @@ class Factor:
     dead_K: Tensor
     damp_percent: float
     raised: int
+    shift_KK: Tensor | None = None
+
+    def aim(self, weight_NK: Tensor) -> Tensor:
+        """The weights that rounded ones are to be like, float32 on this factor's device; `weight_NK` may be among them."""
+        weight_NK = weight_NK.to(device=self.pivots_K.device, dtype=torch.float32)
+        return weight_NK if self.shift_KK is None else torch.addmm(weight_NK, weight_NK, self.shift_KK)
 
     def to(self, device: torch.device | str) -> "Factor":
         """This factor on `device`."""
@@ -110,6 +117,7 @@ class Factor:
             pivots_K=self.pivots_K.to(device),
             order_K=None if self.order_K is None else self.order_K.to(device),
             dead_K=self.dead_K.to(device),
+            shift_KK=None if self.shift_KK is None else self.shift_KK.to(device),
         )
 
 

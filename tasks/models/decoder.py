@@ -471,6 +471,11 @@ class Decoder:
             _fill_buffers(self._model, module, device)
         return layer.requires_grad_(False)
 
+    def twin(self, layer: nn.Module) -> nn.Module:
+        """A second one of a materialised layer, with the same tensors until either's are replaced."""
+        shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in layer.parameters()}
+        return copy.deepcopy(layer, {id(self.config): self.config, **shared})
+
     def _materialised_head(self, device: str | torch.device, dtype: torch.dtype) -> nn.Module:
         """The head, and before it what the model's own forward does after its last layer."""
         front = copy.deepcopy(self._front, {id(self.config): self.config})

@@ -29,6 +29,8 @@ from tasks.models.experts import Arrival, UnfusedExperts
 
 # By linear: its input [B, T, K] or [rows, K], and which of the call's B x T tokens the rows are, where they are not all.
 Waiting = dict[str, tuple[Tensor, Tensor | None]]
+# Hidden states of a batch, and the other arguments of the layer.
+Calls = Iterable[tuple[Tensor, Mapping[str, Any]]]
 
 
 class StagedForward:
@@ -50,7 +52,7 @@ class StagedForward:
         self,
         layer: nn.Module,
         subsets: Sequence[Sequence[str]],
-        calls: Iterable[tuple[Tensor, Mapping[str, Any]]],
+        calls: Calls,
         stages: Sequence[Sequence[Sequence[str]]] = (),
         *,
         rewinds: bool = False,
@@ -66,7 +68,7 @@ class StagedForward:
         self._subsets = tuple(tuple(subset) for subset in subsets)
         self._stage = {subset: number for number, subset in enumerate(self._subsets)}
         self._stage |= {tuple(subset): number for number, stage in enumerate(stages) for subset in stage}
-        self._calls: Iterable[tuple[Tensor, Mapping[str, Any]]] = calls
+        self._calls: Calls = calls
         self._rewinds = rewinds
         self._linears = {name: layer.get_submodule(name) for subset in self._subsets for name in subset}
         self._released: set[str] = set()
@@ -121,12 +123,26 @@ class StagedForward:
 
         `mask_BT`, on any device, is True at the call's real tokens.
         """
+        return _real(*self._paused[index][subset[0]], mask_BT)
+
+    def same_tokens(self, other: "StagedForward", index: int, subset: Sequence[str], mask_BT: Tensor) -> Tensor:
+        """The inputs [tokens, K] that `other`, at the same subset, has for the tokens of `real_tokens`, in their order.
+
+        Routers may send a token to other experts there: where it comes to this expert here only, its input here stands
+        for the other.
+        """
         input_BTK, rows = self._paused[index][subset[0]]
-        input_TK = input_BTK.reshape(-1, input_BTK.shape[-1])
-        if bool(mask_BT.all()):
-            return input_TK
-        mask_T = mask_BT.reshape(-1).to(input_TK.device)
-        return input_TK[mask_T if rows is None else mask_T[rows]]
+        there_BTK, rows_there = other._paused.get(index, {}).get(subset[0], (None, None))
+        if rows is None:
+            assert there_BTK is not None, "what is no expert gets all tokens"
+            return _real(there_BTK, None, mask_BT)
+        found_TK = input_BTK.clone()
+        if there_BTK is not None and rows_there is not None:
+            place_T = rows.new_full((mask_BT.numel(),), -1)
+            place_T[rows_there] = torch.arange(len(rows_there), device=place_T.device)
+            place = place_T[rows]
+            found_TK[place >= 0] = there_BTK[place[place >= 0]]
+        return _real(found_TK, rows, mask_BT)
 
     def outputs(self) -> Iterator[Tensor]:
         """Run each call to its end and yield the layer's output [B, T, H], in the order of the calls."""
@@ -203,3 +219,12 @@ class StagedForward:
 
     def _experts(self) -> list[UnfusedExperts]:
         return [module for module in self._layer.modules() if isinstance(module, UnfusedExperts)]
+
+
+def _real(input_BTK: Tensor, rows: Tensor | None, mask_BT: Tensor) -> Tensor:
+    """The rows of an input that are real tokens; `rows` are its tokens, where they are not all."""
+    input_TK = input_BTK.reshape(-1, input_BTK.shape[-1])
+    if bool(mask_BT.all()):
+        return input_TK
+    mask_T = mask_BT.reshape(-1).to(input_TK.device)
+    return input_TK[mask_T if rows is None else mask_T[rows]]
