@@ -36,9 +36,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tasks.job import EXL3Config, GPTQConfig
 from tasks.methods import exl3, gptq, rtn
 from tasks.methods.exl3_trellis import CODEBOOKS, MOST_COMPILED_BITS, TILE, WORD_BITS, Trellis, codebook
+from tasks.quantization import EXL3Config, GPTQConfig
 
 SCALES = (0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05)
 

@@ -26,8 +26,9 @@ from torch import Tensor
 from checkpoint_store.config import CheckpointConfig
 from flows.commands_run import quantize, summary
 from tasks import running
-from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob
+from tasks.job import CalibrationConfig, QuantizationJob
 from tasks.preflight import check
+from tasks.quantization import GPTQConfig
 
 VOCABULARY = 512
 SECONDS_BETWEEN_LOOKS = 0.1

@@ -28,10 +28,10 @@ from checkpoint_store.config import CheckpointConfig
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model, mean_kl, perplexity
 from tasks.formats import peft
-from tasks.job import (
+from tasks.job import CalibrationConfig, QuantizationJob
+from tasks.quantization import (
     AWQConfig,
     BitsAndBytesConfig,
-    CalibrationConfig,
     EoRAConfig,
     FOEMConfig,
     FP8Config,
@@ -40,7 +40,6 @@ from tasks.job import (
     GPTQConfig,
     ParoQuantConfig,
     Quantization,
-    QuantizationJob,
     RTNConfig,
 )
 

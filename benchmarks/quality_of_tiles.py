@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.quality import Setting, measure, show
-from tasks.job import AWQConfig, EoRAConfig, EXL3Config, GPTQConfig, ParoQuantConfig, QQQConfig, RTNConfig
+from tasks.quantization import AWQConfig, EoRAConfig, EXL3Config, GPTQConfig, ParoQuantConfig, QQQConfig, RTNConfig
 
 WIDTH, HEADS, KEY_HEADS = 768, 12, 4
 

@@ -14,7 +14,8 @@ from typing import Any
 from checkpoint_store.config import CheckpointConfig
 from flows.commands_run import quantize, summary
 from flows.demo_model import DemoUnavailable, demo_model, shortened
-from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob
+from tasks.job import CalibrationConfig, QuantizationJob
+from tasks.quantization import GPTQConfig
 
 CALIBRATION_TEXT = Path(__file__).with_name("demo_calibration.txt")
 HELD_OUT_TEXT = Path(__file__).with_name("demo_held_out.txt")

@@ -11,10 +11,10 @@ from pydantic.fields import FieldInfo
 
 from checkpoint_store.config import CheckpointConfig
 from tasks import module_rules
-from tasks.job import (
+from tasks.job import CalibrationConfig, QuantizationJob, TelemetryConfig
+from tasks.quantization import (
     AWQConfig,
     BitsAndBytesConfig,
-    CalibrationConfig,
     EoRAConfig,
     EXL3Config,
     FOEMConfig,
@@ -24,9 +24,7 @@ from tasks.job import (
     GPTQConfig,
     ParoQuantConfig,
     QQQConfig,
-    QuantizationJob,
     RTNConfig,
-    TelemetryConfig,
 )
 
 METHODS: dict[str, type[BaseModel]] = {

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tasks.formats import peft
-from tasks.job import EoRAConfig, Quantization
 from tasks.methods import eora
 from tasks.methods.hessian import HessianSum
+from tasks.quantization import EoRAConfig, Quantization
 from tasks.schemes import COMPENSATED
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from tasks.job import AWQConfig
 from tasks.methods import awq, rtn
 from tasks.methods.grid import QuantizedRows, check_weight
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
+from tasks.quantization import AWQConfig
 from tasks.schemes import Prepared, Scheme, Statistic
 
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from tasks.formats import exl3 as layout
-from tasks.job import EXL3Config
 from tasks.methods import exl3
 from tasks.methods.exl3_trellis import TILE, TILES_AT_ONCE, WORD_BITS
 from tasks.methods.hessian import ActivationError, HessianError, HessianSum
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
+from tasks.quantization import EXL3Config
 from tasks.schemes import BYTES_PER_HESSIAN_ENTRY, Prepared, Scheme, Statistic
 
 

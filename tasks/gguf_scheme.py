@@ -27,12 +27,12 @@ from tasks.formats.gguf_families import (
 )
 from tasks.formats.gguf_plan import GGUFPlan, TensorPlan, make_plan
 from tasks.formats.gguf_tokenizer import TokenizerFields, tokenizer_fields
-from tasks.job import GGUFConfig
 from tasks.methods.ggml import CHUNK_WEIGHTS
 from tasks.methods.grid import WeightError
 from tasks.methods.importance import ImportanceSum
 from tasks.models.source import SourceModel
 from tasks.models.tensor_check import DERIVABLE
+from tasks.quantization import GGUFConfig
 from tasks.schemes import Prepared, Scheme, Statistic
 
 # Measured; the search of K-quants keeps a few dozen float32 values for each weight of a chunk.

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.job import ParoQuantConfig
 from tasks.methods import paroquant
 from tasks.methods.hessian import ActivationError
 from tasks.models.source import SourceModel
+from tasks.quantization import ParoQuantConfig
 from tasks.schemes import Prepared, Scheme, Statistic
 
 IN_A_LAYER = re.compile(r"\.\d+\.")

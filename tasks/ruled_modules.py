@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tasks.formats import compressed_tensors, gptq
-from tasks.job import AWQConfig, BitsAndBytesConfig, FP8Config, GPTQConfig, Quantization, RTNConfig
 from tasks.models.decoder import Decoder
 from tasks.module_rules import LEAVE, ModuleConfigs, SkipRule, first, without_effect
+from tasks.quantization import AWQConfig, BitsAndBytesConfig, FP8Config, GPTQConfig, Quantization, RTNConfig
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tasks.execution_plan import UNIT_ROWS
-from tasks.job import AWQConfig
 from tasks.layer_work import rows_of, shares, weight_of
 from tasks.methods import awq
 from tasks.methods.grid import QuantizedRows
 from tasks.models.folding import Fold, Folding, Subset
 from tasks.models.staged import StagedForward
+from tasks.quantization import AWQConfig
 from tasks.quantize_shard import Shard
 from tasks.schemes import Prepared
 

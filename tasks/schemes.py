@@ -26,7 +26,14 @@ from tasks.formats import fp8_block as fp8_layout
 from tasks.formats import gptq as gptq_layout
 from tasks.formats import paroquant as paroquant_layout
 from tasks.formats import qqq as qqq_layout
-from tasks.job import (
+from tasks.methods import bitsandbytes, fp8, gptaq, gptq, qqq, rtn
+from tasks.methods.gptq import ActivationError, HessianError
+from tasks.methods.grid import QuantizedRows, check_finite, check_weight
+from tasks.models.decoder import Decoder
+from tasks.models.source import SourceModel
+from tasks.module_rules import ModuleConfigs
+from tasks.places import copied_files
+from tasks.quantization import (
     AWQConfig,
     BitsAndBytesConfig,
     EXL3Config,
@@ -38,13 +45,6 @@ from tasks.job import (
     Quantization,
     RTNConfig,
 )
-from tasks.methods import bitsandbytes, fp8, gptaq, gptq, qqq, rtn
-from tasks.methods.gptq import ActivationError, HessianError
-from tasks.methods.grid import QuantizedRows, check_finite, check_weight
-from tasks.models.decoder import Decoder
-from tasks.models.source import SourceModel
-from tasks.module_rules import ModuleConfigs
-from tasks.places import copied_files
 
 LAYOUTS: dict[str, ModuleType] = {
     "gptq": gptq_layout,

@@ -30,7 +30,8 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Cancelled, Pending, Scheduled
 
 from checkpoint_store.store import CheckpointStore
-from tasks.job import CalibrationConfig, GPTQConfig, QuantizationJob
+from tasks.job import CalibrationConfig, QuantizationJob
+from tasks.quantization import GPTQConfig
 from tests.flow_jobs import contents
 from tests.tiny_models import TEXTS, write_tiny_llama
 

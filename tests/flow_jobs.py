@@ -18,7 +18,8 @@ from torch import Tensor
 from checkpoint_store.config import CheckpointConfig
 from flows.quantize_model import quantize_model
 from tasks import quantize_layer
-from tasks.job import CalibrationConfig, GPTQConfig, Quantization, QuantizationJob
+from tasks.job import CalibrationConfig, QuantizationJob
+from tasks.quantization import GPTQConfig, Quantization
 from tasks.report import REPORT_FILE
 from tests.tiny_models import TEXTS
 

@@ -10,8 +10,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from tasks.formats import gguf as layout
 from tasks.formats.gguf_plan import TensorPlan
 from tasks.gguf_scheme import GGUFScheme
-from tasks.job import GGUFConfig
 from tasks.models.source import SourceModel
+from tasks.quantization import GGUFConfig
 from tests.tiny_families import WINDOW, write_tiny
 
 SMOLLM3_ROPE = [1, 1, 1, 0, 1]

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tasks.job import GPTQConfig, RTNConfig
 from tasks.methods import gptq, rtn
 from tasks.methods.grid import QuantizedRows
+from tasks.quantization import GPTQConfig, RTNConfig
 from tasks.schemes import LAYOUTS, layout_name
 
 

@@ -13,9 +13,10 @@ from flows.quantize_model import quantize_model
 from tasks import adapters
 from tasks.evaluate import dense_model
 from tasks.formats import peft
-from tasks.job import AWQConfig, EoRAConfig, GPTQConfig, QQQConfig, Quantization, QuantizationJob, RTNConfig
+from tasks.job import QuantizationJob
 from tasks.output_directory import damage, read_report
 from tasks.preflight import PreflightError, check
+from tasks.quantization import AWQConfig, EoRAConfig, GPTQConfig, QQQConfig, Quantization, RTNConfig
 from tests.flow_jobs import layers_run, tiny_job
 from tests.loaded_exports import logits, relative_difference
 from tests.test_schemes import PowerCut, power_cut

@@ -23,7 +23,7 @@ from prefect.states import Pending
 
 from tasks import artifacts as artifacts_module
 from tasks.artifacts import TABLE_PAUSE, Artifacts, duration
-from tasks.job import Quantization
+from tasks.quantization import Quantization
 from tasks.report import LayerReceipt
 from tests.deployed import (
     LAYERS,

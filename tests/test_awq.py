@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tasks.job import AWQConfig
 from tasks.methods import rtn
 from tasks.methods.awq import (
     InputSum,
@@ -23,6 +22,7 @@ from tasks.methods.awq import (
 )
 from tasks.methods.grid import WeightError
 from tasks.methods.hessian import ActivationError
+from tasks.quantization import AWQConfig
 
 
 def config(**options: Any) -> AWQConfig:

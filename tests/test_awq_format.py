@@ -21,9 +21,9 @@ from tasks.formats.awq import (
     unpack,
     unpack_channels,
 )
-from tasks.job import AWQConfig, RTNConfig
 from tasks.methods import rtn
 from tasks.methods.grid import QuantizedRows
+from tasks.quantization import AWQConfig, RTNConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 MODULE = "model.layers.0.self_attn.k_proj"

@@ -15,9 +15,9 @@ from tiny_models import write_tiny_llama
 from torch import Tensor
 
 from tasks.formats import bitsandbytes as layout
-from tasks.job import BitsAndBytesConfig
 from tasks.methods import bitsandbytes as method
 from tasks.methods.grid import WeightError
+from tasks.quantization import BitsAndBytesConfig
 
 # compute_dtype float32: the tests compare with a float32 model.
 CONFIGS = {

@@ -22,7 +22,8 @@ from flows.demo import CALIBRATION_TEXT, HELD_OUT_TEXT
 from flows.demo_model import demo_model
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
-from tasks.job import AWQConfig, CalibrationConfig, GPTQConfig, QuantizationJob, RTNConfig
+from tasks.job import CalibrationConfig, QuantizationJob
+from tasks.quantization import AWQConfig, GPTQConfig, RTNConfig
 from tests.client_environment import client_python
 from tests.flow_jobs import tiny_job
 from tests.packed_models import write_packed

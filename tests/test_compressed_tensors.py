@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from tasks.formats import compressed_tensors as layout
 from tasks.formats import gptq as gptq_layout
 from tasks.formats.compressed_tensors import pack, problems, quantization_config, unpack
-from tasks.job import FP8Config, GPTQConfig, RTNConfig
 from tasks.methods import fp8, gptq, rtn
 from tasks.methods.grid import QuantizedRows
 from tasks.methods.hessian import HessianSum, factor_hessian
+from tasks.quantization import FP8Config, GPTQConfig, RTNConfig
 
 FORMAT = "compressed-tensors"
 BITS = (4, 8)

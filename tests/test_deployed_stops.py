@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Pending, Suspended
 
-from tasks.job import RTNConfig
+from tasks.quantization import RTNConfig
 from tests.deployed import (
     LAYERS,
     PrefectServer,

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from tasks.formats import gguf
 from tasks.gguf_scheme import GGUFScheme
-from tasks.job import (
+from tasks.methods.grid import WeightError
+from tasks.methods.hessian import HessianError
+from tasks.models.source import SourceModel
+from tasks.quantization import (
     AWQConfig,
     BitsAndBytesConfig,
     FP8Config,
@@ -20,9 +23,6 @@ from tasks.job import (
     Quantization,
     RTNConfig,
 )
-from tasks.methods.grid import WeightError
-from tasks.methods.hessian import HessianError
-from tasks.models.source import SourceModel
 from tasks.quantize_layer import scan
 from tasks.schemes import scheme_of
 from tests.tiny_models import write_tiny_llama

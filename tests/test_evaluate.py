@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tasks.evaluate import dense_model, generate, mean_kl, perplexity
-from tasks.job import GPTQConfig, RTNConfig
+from tasks.quantization import GPTQConfig, RTNConfig
 from tests.packed_models import write_packed
 from tests.tiny_models import tiny_tokenizer, write_tiny_llama
 

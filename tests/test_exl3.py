@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.job import EXL3Config
 from tasks.methods import exl3
 from tasks.methods.exl3 import TrellisWeight, block_lower, inner_hessian, matrix_of, quantize_weight, tiles_of, words_of
 from tasks.methods.exl3_trellis import codebook
 from tasks.methods.grid import WeightError
 from tasks.methods.hessian import ActivationError, HessianError
+from tasks.quantization import EXL3Config
 
 NAME = "model.layers.0.self_attn.q_proj"
 

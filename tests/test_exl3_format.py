@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tasks.formats import exl3 as layout
-from tasks.job import EXL3Config
 from tasks.methods.exl3 import TrellisWeight, matrix_of, words_of
 from tasks.methods.exl3_trellis import CODEBOOKS, codebook
+from tasks.quantization import EXL3Config
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "gptqmodel_exl3.safetensors")
 # A value of a codebook is rounded to float16 by exllamav3 and by us, and not by GPTQModel: half a unit in the eleventh bit.

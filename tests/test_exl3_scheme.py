@@ -19,11 +19,11 @@ from flows.quantize_model import quantize_model
 from tasks import calibration
 from tasks.evaluate import dense_model
 from tasks.exl3_scheme import EXL3Scheme, Siblings, module_widths
-from tasks.job import EXL3Config
 from tasks.methods.hessian import ActivationError, HessianSum
 from tasks.models.source import SourceModel
 from tasks.output_directory import read_report
 from tasks.preflight import PreflightError, check
+from tasks.quantization import EXL3Config
 from tests.client_environment import client_python
 from tests.flow_jobs import contents, layers_run, tiny_job
 from tests.loaded_exports import logits, relative_difference

@@ -10,13 +10,13 @@ from torch import Tensor
 from checkpoint_store.objects import ObjectRef
 from tasks import expert_groups, quantize_layer, quantize_shard
 from tasks.formats import gptq as layout
-from tasks.job import EXL3Config, GGUFConfig, GPTQConfig, ParoQuantConfig, QQQConfig, Quantization, RTNConfig
 from tasks.methods import gptq, rtn
 from tasks.methods.hessian import HessianError, HessianSum, factor_hessian
 from tasks.models.decoder import Decoder
 from tasks.models.experts import group_experts
 from tasks.models.source import SourceModel
 from tasks.models.staged import StagedForward
+from tasks.quantization import EXL3Config, GGUFConfig, GPTQConfig, ParoQuantConfig, QQQConfig, Quantization, RTNConfig
 from tasks.report import LayerReceipt, ModuleReport
 from tasks.schemes import scheme_of
 from tests.flow_jobs import tiny_job

@@ -14,8 +14,9 @@ from checkpoint_store.errors import StorageFull
 from flows.quantize_model import quantize_model
 from tasks import export, output_directory
 from tasks.formats import gptq as layout
-from tasks.job import GPTQConfig, QuantizationJob, RTNConfig
+from tasks.job import QuantizationJob
 from tasks.models.source import INDEX_FILE
+from tasks.quantization import GPTQConfig, RTNConfig
 from tasks.report import REPORT_FILE
 from tests.flow_jobs import LAYERS, contents, layers_run, tiny_job
 from tests.tiny_models import write_tiny_llama

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.job import RTNConfig
+from tasks.quantization import RTNConfig
 from tests.packed_models import write_packed
 from tests.test_clients import CLIENT_CLASS, WIDENED_TOLERANCE, ask_client, relative_error
 from tests.tiny_families import write_tiny

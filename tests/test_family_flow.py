@@ -13,18 +13,10 @@ from flows.quantize_model import quantize_model
 from tasks import preflight
 from tasks.evaluate import dense_model
 from tasks.formats import gptq as gptq_layout
-from tasks.job import (
-    AWQConfig,
-    BitsAndBytesConfig,
-    FP8Config,
-    GGUFConfig,
-    GPTQConfig,
-    Quantization,
-    QuantizationJob,
-    RTNConfig,
-)
+from tasks.job import QuantizationJob
 from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
+from tasks.quantization import AWQConfig, BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
 from tasks.schemes import scheme_of
 from tests.flow_jobs import contents, layers_run, tiny_job
 from tests.layer_runs import finished_layer

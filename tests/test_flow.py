@@ -30,8 +30,9 @@ from flows.layers_at_once import LayerFailed
 from flows.quantize_model import quantize_model
 from tasks import devices, layer_work, quantize_layer, quantize_shard, running, telemetry
 from tasks.devices import DeviceBusy, DevicePool
-from tasks.job import GPTQConfig, RTNConfig, TelemetryConfig
+from tasks.job import TelemetryConfig
 from tasks.methods import gptq
+from tasks.quantization import GPTQConfig, RTNConfig
 from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
 from tests.tiny_models import write_tiny_llama
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import CompressedTensorsConfig
 
 from tasks.formats import compressed_tensors, fp8_block
-from tasks.job import FP8Config
 from tasks.methods import fp8
 from tasks.methods.grid import WeightError
+from tasks.quantization import FP8Config
 
 GRANULARITIES = ("tensor", "row", "block")
 CONFIGS = [

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
-from tasks.job import FP8Config, GPTQConfig, QuantizationJob
+from tasks.job import QuantizationJob
 from tasks.models.source import SourceModel
+from tasks.quantization import FP8Config, GPTQConfig
 from tests.flow_jobs import contents, tiny_job
 from tests.fp8_models import write_fp8, write_wide
 from tests.layer_runs import assert_equal

@@ -15,7 +15,11 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from tasks import identity, preflight
 from tasks.devices import DevicePool
 from tasks.evaluate import dense_model
-from tasks.job import (
+from tasks.models.decoder import Decoder
+from tasks.models.replay import check_replay
+from tasks.models.source import SourceError, SourceModel
+from tasks.models.tensor_check import refuse_not_finite
+from tasks.quantization import (
     AWQConfig,
     BitsAndBytesConfig,
     FP8Config,
@@ -25,10 +29,6 @@ from tasks.job import (
     Quantization,
     RTNConfig,
 )
-from tasks.models.decoder import Decoder
-from tasks.models.replay import check_replay
-from tasks.models.source import SourceError, SourceModel
-from tasks.models.tensor_check import refuse_not_finite
 from tests.flow_jobs import tiny_job
 from tests.fp8_models import change_shard, scaled, write_beside, write_fp8, write_wide
 from tests.layer_runs import assert_equal, finished_layer, open_run, run_shards

@@ -14,10 +14,10 @@ from tasks.evaluate import dense_model
 from tasks.formats.gguf_families import FAMILIES, context_length, problems
 from tasks.formats.gguf_plan import make_plan
 from tasks.gguf_scheme import GGUFScheme
-from tasks.job import GGUFConfig
 from tasks.models.decoder import SUPPORTED
 from tasks.models.source import SourceModel
 from tasks.output_directory import GGUF_FILE
+from tasks.quantization import GGUFConfig
 from tests.flow_jobs import tiny_job
 from tests.gguf_families import MODELS, dense_of, write_gguf, write_model
 from tests.llamacpp import ask_llamacpp

@@ -17,9 +17,9 @@ from tasks.formats import gguf as layout
 from tasks.formats.gguf_plan import ROPE_FACTORS, GGUFPlan, TensorPlan, make_plan
 from tasks.formats.gguf_tokenizer import TokenizerFields, tokenizer_fields
 from tasks.gguf_scheme import GGUFScheme
-from tasks.job import GGUFConfig
 from tasks.methods.grid import WeightError
 from tasks.models.source import SourceModel
+from tasks.quantization import GGUFConfig
 from tests.llamacpp import ask_llamacpp
 from tests.tiny_models import TEXTS, write_tiny_llama
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tasks.job import GPTQConfig
 from tasks.methods import rtn
 from tasks.methods.gptaq import AsymmetricSum, with_shift
 from tasks.methods.gptq import ActivationError, Factor, factor_hessian, quantize_rows
 from tasks.methods.grid import QuantizedRows, find_grid
+from tasks.quantization import GPTQConfig
 
 GOLDEN = Path(__file__).parent / "golden" / "gptqmodel_gptaq.safetensors"
 ORDERS: dict[str, dict[str, Any]] = {

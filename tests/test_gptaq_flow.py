@@ -14,10 +14,11 @@ from checkpoint_store.errors import IdentityMismatch
 from flows.quantize_model import quantize_model
 from tasks import quantize_layer, quantize_shard
 from tasks.hidden_states import SpilledTensor, loaded
-from tasks.job import EoRAConfig, FOEMConfig, GPTAQConfig, GPTQConfig, QuantizationJob
+from tasks.job import QuantizationJob
 from tasks.layer_work import LayerWork
 from tasks.methods import gptaq, gptq
 from tasks.preflight import check
+from tasks.quantization import EoRAConfig, FOEMConfig, GPTAQConfig, GPTQConfig
 from tasks.running import Run
 from tests.flow_jobs import LAYERS, contents, layers_run, tiny_job
 from tests.fp8_models import write_fp8

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tasks.job import GPTQConfig
 from tasks.methods import rtn
 from tasks.methods.gptq import Factor, HessianError, HessianSum, factor_hessian, quantize_rows
 from tasks.methods.grid import QuantizedRows, WeightError, find_grid
+from tasks.quantization import GPTQConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 OPTIONS: dict[str, dict] = {

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tasks.formats.gptq import pack, pack_rows, problems, quantization_config, unpack, unpack_rows
-from tasks.job import GPTQConfig, RTNConfig
 from tasks.methods import rtn
 from tasks.methods.grid import QuantizedRows
+from tasks.quantization import GPTQConfig, RTNConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 MODULE = "model.layers.0.self_attn.k_proj"

@@ -6,7 +6,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tasks.job import GPTQConfig, RTNConfig
 from tasks.methods.grid import (
     LARGEST_HALF,
     QuantizedRows,
@@ -16,6 +15,7 @@ from tasks.methods.grid import (
     find_grid,
     round_to_grid,
 )
+from tasks.quantization import GPTQConfig, RTNConfig
 
 BITS = [2, 3, 4, 8]
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tasks.job import GPTQConfig
 from tasks.methods import hessian
 from tasks.methods.hessian import ActivationError, HessianError, HessianSum, factor_hessian
+from tasks.quantization import GPTQConfig
 
 
 def hessian_of(x_TK: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from checkpoint_store.tensors import continuation_payloads
 from flows.quantize_model import quantize_model
 from tasks import preflight, running
 from tasks.hidden_states import SpilledTensor, loaded, payloads
-from tasks.job import AWQConfig, GPTQConfig, QuantizationJob
+from tasks.job import QuantizationJob
+from tasks.quantization import AWQConfig, GPTQConfig
 from tasks.quantize_layer import pack
 from tasks.running import Progress
 from tests.flow_jobs import contents, tiny_job

@@ -9,15 +9,8 @@ import torch
 from datasets import Dataset
 from pydantic import ValidationError
 
-from tasks.job import (
-    UNSUPPORTED_OPTIONS,
-    CalibrationConfig,
-    GPTQConfig,
-    QuantizationJob,
-    RTNConfig,
-    absolute_path,
-    checkpoint_root,
-)
+from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
+from tasks.quantization import UNSUPPORTED_OPTIONS, GPTQConfig, RTNConfig
 
 
 def job(**changes: object) -> QuantizationJob:

@@ -9,10 +9,10 @@ import pytest
 
 from checkpoint_store.config import CheckpointConfig
 from flows.job_arguments import METHODS, SECTIONS, SWITCHES, UsageError, add_job_arguments, job_from
-from tasks.job import (
+from tasks.job import CalibrationConfig, QuantizationJob, TelemetryConfig
+from tasks.quantization import (
     AWQConfig,
     BitsAndBytesConfig,
-    CalibrationConfig,
     EXL3Config,
     FOEMConfig,
     FP8Config,
@@ -20,9 +20,7 @@ from tasks.job import (
     GPTAQConfig,
     GPTQConfig,
     Quantization,
-    QuantizationJob,
     RTNConfig,
-    TelemetryConfig,
 )
 
 

@@ -16,8 +16,9 @@ from prefect.settings import PREFECT_API_URL
 from checkpoint_store.errors import CheckpointStopped
 from flows.demo_model import demo_model, shortened
 from flows.quantize_model import quantize_model
-from tasks.job import GGUFConfig, Quantization, QuantizationJob, RTNConfig
+from tasks.job import QuantizationJob
 from tasks.output_directory import GGUF_FILE
+from tasks.quantization import GGUFConfig, Quantization, RTNConfig
 from tests.deployed import wait_until
 from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
 from tests.tiny_models import write_tiny_llama

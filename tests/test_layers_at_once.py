@@ -20,7 +20,8 @@ from flows.layers_at_once import LayerFailed
 from flows.quantize_model import quantize_model
 from flows.stopping import GaveUp
 from tasks import preflight, quantize_layer, running
-from tasks.job import GGUFConfig, GPTQConfig, Quantization, QuantizationJob, RTNConfig
+from tasks.job import QuantizationJob
+from tasks.quantization import GGUFConfig, GPTQConfig, Quantization, RTNConfig
 from tasks.schemes import Scheme
 from tests.flow_jobs import contents, last_flow_run, layer_task_states, layers_run, tiny_job
 from tests.layer_runs import open_run

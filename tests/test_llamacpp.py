@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 from flows.demo_model import demo_model
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model, generate
-from tasks.job import GGUFConfig
 from tasks.output_directory import GGUF_FILE
+from tasks.quantization import GGUFConfig
 from tests.flow_jobs import tiny_job
 from tests.llamacpp import ask_llamacpp
 from tests.tiny_models import TEXTS, write_tiny_llama

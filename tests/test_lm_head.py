@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
 from tasks.formats import gptq as gptq_layout
-from tasks.job import EoRAConfig, FP8Config, GPTQConfig, Quantization, RTNConfig
 from tasks.methods import gptq, rtn
 from tasks.models.decoder import Decoder
 from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import INDEX_FILE, SourceModel
 from tasks.preflight import PreflightError, check
+from tasks.quantization import EoRAConfig, FP8Config, GPTQConfig, Quantization, RTNConfig
 from tests.flow_jobs import Exports, contents, last_flow_run, layer_task_states, layers_run, tensors_of, tiny_job
 from tests.layer_runs import open_run
 from tests.loaded_exports import logits, relative_difference

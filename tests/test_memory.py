@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_API_URL
 
-from tasks.job import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, RTNConfig
+from tasks.quantization import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, RTNConfig
 from tests.flow_jobs import tiny_job
 from tests.tiny_models import TEXTS, write_tiny_llama
 

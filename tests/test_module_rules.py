@@ -11,18 +11,10 @@ from compressed_tensors.utils.match import match_targets
 
 from tasks import preflight, ruled_modules
 from tasks.formats.gguf_plan import make_plan
-from tasks.job import (
-    AWQConfig,
-    BitsAndBytesConfig,
-    FP8Config,
-    GGUFConfig,
-    GPTQConfig,
-    Quantization,
-    QuantizationJob,
-    RTNConfig,
-)
+from tasks.job import QuantizationJob
 from tasks.models.source import SourceModel
 from tasks.module_rules import ModuleConfigs
+from tasks.quantization import AWQConfig, BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
 from tasks.schemes import decoder_of, scheme_of
 from tests.flow_jobs import LAYERS, tiny_job
 from tests.tiny_families import write_tiny

@@ -15,11 +15,11 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
 from tasks.formats import gptq as gptq_layout
-from tasks.job import AWQConfig, BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
 from tasks.methods import rtn
 from tasks.module_rules import ModuleConfigs
 from tasks.output_directory import GGUF_FILE
 from tasks.preflight import check
+from tasks.quantization import AWQConfig, BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
 from tests.flow_jobs import Exports, contents, layers_run, tensors_of, tiny_job
 from tests.layer_runs import assert_equal, finished_layer
 from tests.loaded_exports import load, logits

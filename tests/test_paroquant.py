@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tasks.job import ParoQuantConfig
 from tasks.methods.grid import WeightError
 from tasks.methods.paroquant import (
     ROTATIONS,
@@ -17,6 +16,7 @@ from tasks.methods.paroquant import (
     quantize_weight,
     times_groups,
 )
+from tasks.quantization import ParoQuantConfig
 
 QUICK = ParoQuantConfig(group_size=64, rotation_epochs=2, finetune_epochs=1, train_samples=256, validation_samples=32)
 

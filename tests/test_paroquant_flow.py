@@ -11,9 +11,10 @@ from tasks import running
 from tasks.adapters import root_bytes
 from tasks.evaluate import dense_model
 from tasks.formats import peft
-from tasks.job import EoRAConfig, ParoQuantConfig, QuantizationJob, RTNConfig
+from tasks.job import QuantizationJob
 from tasks.output_directory import read_report
 from tasks.preflight import PreflightError, check
+from tasks.quantization import EoRAConfig, ParoQuantConfig, RTNConfig
 from tests.flow_jobs import layers_run, tiny_job
 from tests.loaded_exports import TOKENS_BT, logits, relative_difference
 from tests.test_adapter_flow import contents

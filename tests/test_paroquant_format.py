@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from tasks.formats.paroquant import config_of, pack, packed_bytes, parts, problems, quantization_config, unpack
-from tasks.job import ParoQuantConfig
 from tasks.methods.paroquant import ParoRows, quantize_weight
+from tasks.quantization import ParoQuantConfig
 
 GOLDEN = Path(__file__).parent / "golden" / "gptqmodel_paroquant.safetensors"
 

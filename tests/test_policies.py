@@ -28,8 +28,9 @@ from flows import quantize_model as module
 from flows.quantize_model import quantize_model
 from tasks import running
 from tasks.devices import DevicePool
-from tasks.job import GPTQConfig, QuantizationJob
+from tasks.job import QuantizationJob
 from tasks.models.decoder import Decoder
+from tasks.quantization import GPTQConfig
 from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
 from tests.tiny_models import TEXTS, write_tiny_llama
 

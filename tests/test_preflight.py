@@ -14,12 +14,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tasks.gguf_scheme import GGUFScheme
-from tasks.job import BitsAndBytesConfig, FP8Config, GGUFConfig, Quantization, QuantizationJob, RTNConfig
+from tasks.job import QuantizationJob
 from tasks.models.decoder import Decoder
 from tasks.models.folding import Folding
 from tasks.models.source import SourceModel
 from tasks.plan import Plan, size
 from tasks.preflight import RECORD_BYTES_PER_MODULE, PreflightError, check
+from tasks.quantization import BitsAndBytesConfig, FP8Config, GGUFConfig, Quantization, RTNConfig
 from tasks.schemes import BYTES_PER_HESSIAN_ENTRY, scheme_of
 from tests.tiny_models import write_tiny_llama
 

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tasks.formats import qqq as layout
-from tasks.job import GPTQConfig, QQQConfig
 from tasks.methods import gptq
 from tasks.methods.grid import WeightError
 from tasks.methods.hessian import HessianSum, factor_hessian
 from tasks.methods.qqq import QQQRows, as_gptq, quantize_rows, round_to_nearest
+from tasks.quantization import GPTQConfig, QQQConfig
 
 GOLDEN = Path(__file__).parent / "golden" / "gptqmodel_qqq.safetensors"
 GROUP_SIZES = (128, -1)

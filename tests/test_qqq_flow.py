@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
-from tasks.job import QQQConfig, QuantizationJob
+from tasks.job import QuantizationJob
 from tasks.preflight import PreflightError, check
+from tasks.quantization import QQQConfig
 from tests.flow_jobs import contents, layers_run, tiny_job
 from tests.loaded_exports import TOKENS_BT, logits, relative_difference
 from tests.test_clients import ask_client

@@ -19,8 +19,8 @@ from tasks.formats.qqq import (
     unpack,
     unpack_codes,
 )
-from tasks.job import QQQConfig
 from tasks.methods.qqq import QQQRows, round_to_nearest
+from tasks.quantization import QQQConfig
 
 GOLDEN = Path(__file__).parent / "golden" / "gptqmodel_qqq.safetensors"
 GROUP_SIZES = (128, -1)

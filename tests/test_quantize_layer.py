@@ -14,10 +14,10 @@ from checkpoint_store.objects import ObjectRef
 from tasks import quantize_layer, quantize_shard
 from tasks.execution_plan import LANES
 from tasks.formats import gptq as layout
-from tasks.job import GPTQConfig, RTNConfig
 from tasks.layer_work import SiblingFailed, lane_batches
 from tasks.methods import gptq, rtn
 from tasks.methods.gptq import HessianError
+from tasks.quantization import GPTQConfig, RTNConfig
 from tasks.schemes import GPTQScheme
 from tests.flow_jobs import tiny_job
 from tests.layer_runs import assert_equal, finished_layer, open_run, run_shards

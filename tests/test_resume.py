@@ -14,7 +14,8 @@ import pytest
 from checkpoint_store.errors import CheckpointStopped
 from flows.quantize_model import quantize_model
 from tasks import running
-from tasks.job import GPTQConfig, QuantizationJob, RTNConfig
+from tasks.job import QuantizationJob
+from tasks.quantization import GPTQConfig, RTNConfig
 from tasks.running import Progress
 from tests.flow_jobs import LAYERS, contents, last_flow_run, layer_task_states, layers_run, tiny_job
 from tests.tiny_models import write_tiny_llama

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from tasks.formats import gptq as layout
-from tasks.job import GPTQConfig, RTNConfig
 from tasks.methods import rtn
 from tasks.methods.grid import WeightError
+from tasks.quantization import GPTQConfig, RTNConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 MODULE = "model.layers.0.self_attn.k_proj"

@@ -12,11 +12,11 @@ from torch import Tensor
 from tasks import quantize_layer, quantize_shard, scaled_shard
 from tasks.formats import awq as layout
 from tasks.formats import compressed_tensors
-from tasks.job import AWQConfig, RTNConfig
 from tasks.layer_work import LayerWork
 from tasks.methods import rtn
 from tasks.models.decoder import Decoder
 from tasks.models.folding import Folding
+from tasks.quantization import AWQConfig, RTNConfig
 from tests.flow_jobs import tiny_job
 from tests.test_quantize_layer import assert_equal, finished_layer, open_run, run_shards
 from tests.tiny_models import write_tiny_llama

@@ -18,7 +18,9 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from flows.quantize_model import quantize_model
 from tasks.evaluate import dense_model
-from tasks.job import (
+from tasks.layer_work import LayerWork, shares
+from tasks.output_directory import GGUF_FILE, read_report
+from tasks.quantization import (
     AWQConfig,
     BitsAndBytesConfig,
     FP8Config,
@@ -28,8 +30,6 @@ from tasks.job import (
     Quantization,
     RTNConfig,
 )
-from tasks.layer_work import LayerWork, shares
-from tasks.output_directory import GGUF_FILE, read_report
 from tasks.schemes import needs_activations
 from tests.flow_jobs import contents, layers_run, tiny_job
 from tests.loaded_exports import load, logits, relative_difference

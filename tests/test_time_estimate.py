@@ -14,7 +14,11 @@ import torch
 from flows.quantize_model import quantize_model
 from tasks import preflight
 from tasks.devices import DevicePool
-from tasks.job import (
+from tasks.job import QuantizationJob
+from tasks.models.decoder import Decoder
+from tasks.models.source import SourceModel
+from tasks.plan import TimeEstimate, duration
+from tasks.quantization import (
     AWQConfig,
     BitsAndBytesConfig,
     EXL3Config,
@@ -23,12 +27,8 @@ from tasks.job import (
     GPTQConfig,
     ParoQuantConfig,
     QQQConfig,
-    QuantizationJob,
     RTNConfig,
 )
-from tasks.models.decoder import Decoder
-from tasks.models.source import SourceModel
-from tasks.plan import TimeEstimate, duration
 from tasks.schemes import scheme_of
 from tasks.time_estimate import Trial
 from tests.flow_jobs import tiny_job

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flows.quantize_model import quantize_model
-from tasks.job import EoRAConfig, GPTQConfig
 from tasks.methods import gptq
+from tasks.quantization import EoRAConfig, GPTQConfig
 from tasks.running import Run
 from tests.flow_jobs import LAYERS, contents, layers_run, tiny_job
 from tests.layer_runs import assert_equal, finished_layer, open_run, run_shards

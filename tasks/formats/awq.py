@@ -27,8 +27,8 @@ from torch import Tensor
 
 from tasks.formats.gptq import DESCRIPTION_FILE as DESCRIPTION_FILE
 from tasks.formats.gptq import half_bias, own_version
-from tasks.job import AWQConfig, RTNConfig
 from tasks.methods.grid import QuantizedRows, columns_per_group, natural_order
+from tasks.quantization import AWQConfig, RTNConfig
 
 Config = AWQConfig | RTNConfig
 

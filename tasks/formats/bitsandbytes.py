@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.job import BitsAndBytesConfig
 from tasks.methods.bitsandbytes import (
     BLOCK_SIZE,
     NESTED_BLOCK_SIZE,
@@ -40,6 +39,7 @@ from tasks.methods.bitsandbytes import (
     Int8Rows,
     Nested,
 )
+from tasks.quantization import BitsAndBytesConfig
 
 FORMAT_BY_ROWS = 0
 # Rows that bitsandbytes' CPU kernels take at once.

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from tasks.formats.gptq import pack_rows, unpack_rows
-from tasks.job import AWQConfig, FP8Config, GPTQConfig, RTNConfig
 from tasks.methods.fp8 import BLOCK, FP8Rows
 from tasks.methods.grid import QuantizedRows, columns_per_group, natural_order
+from tasks.quantization import AWQConfig, FP8Config, GPTQConfig, RTNConfig
 
 PackedConfig = GPTQConfig | RTNConfig | AWQConfig
 Config = PackedConfig | FP8Config

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from tasks.formats.gptq import half_bias
-from tasks.job import EXL3Config
 from tasks.methods.exl3 import BLOCK, SIDE, TrellisWeight
 from tasks.methods.exl3_trellis import MULTIPLIERS, TILE
+from tasks.quantization import EXL3Config
 
 WORD = 32
 DESCRIPTION_FILE = "quantization_config.json"

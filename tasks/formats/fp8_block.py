@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from tasks.formats.compressed_tensors import block_problems, scales_bytes
-from tasks.job import FP8Config
 from tasks.methods.fp8 import BLOCK, DTYPES, FP8Rows
+from tasks.quantization import FP8Config
 
 
 def pack(name: str, rows: FP8Rows, config: FP8Config, bias: Tensor | None) -> dict[str, Tensor]:

@@ -23,9 +23,9 @@ from math import prod
 from typing import Any
 
 from tasks.formats.gguf_families import Family, experts_of, family_of, head_size, rope_parameters
-from tasks.job import GGUFConfig
 from tasks.methods.ggml_blocks import BLOCK_TYPES
 from tasks.module_rules import first, without_effect
+from tasks.quantization import GGUFConfig
 
 # quant_type: (type of most tensors, the number that files have for the mix)
 MIXES = {

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.job import GPTQConfig, RTNConfig
 from tasks.methods.grid import QuantizedRows, columns_per_group
+from tasks.quantization import GPTQConfig, RTNConfig
 
 Config = GPTQConfig | RTNConfig
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from tasks.formats import awq
 from tasks.formats.gptq import DESCRIPTION_FILE as DESCRIPTION_FILE
 from tasks.formats.gptq import own_version
-from tasks.job import ParoQuantConfig, RTNConfig
 from tasks.methods.paroquant import ROTATIONS, ParoRows, Rotation
+from tasks.quantization import ParoQuantConfig, RTNConfig
 
 ROTATION_PARTS = ("pairs", "theta", "channel_scales")
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from tasks.formats.gptq import DESCRIPTION_FILE as DESCRIPTION_FILE
 from tasks.formats.gptq import as_signed, half_bias, own_version
-from tasks.job import QQQConfig
 from tasks.methods.qqq import QQQRows
+from tasks.quantization import QQQConfig
 
 CODES_PER_WORD = 8
 NIBBLES_OF_GROUPS = (0, 2, 4, 6, 1, 3, 5, 7)

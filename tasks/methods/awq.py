@@ -36,7 +36,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tasks.job import AWQConfig
 from tasks.methods.grid import (
     LARGEST_HALF,
     SMALLEST_HALF,
@@ -49,6 +48,7 @@ from tasks.methods.grid import (
     scale_and_zero,
 )
 from tasks.methods.hessian import ActivationError, HessianSum
+from tasks.quantization import AWQConfig
 
 # Ranges that clipping tries: 1.00, 0.95, .. 0.50 of the full one.
 CLIP_STEPS = 10

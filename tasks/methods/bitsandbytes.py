@@ -30,8 +30,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tasks.job import BitsAndBytesConfig
 from tasks.methods.grid import LARGEST_HALF, WeightError, check_finite, row_losses
+from tasks.quantization import BitsAndBytesConfig
 
 BLOCK_SIZE = 64
 NESTED_BLOCK_SIZE = 256

@@ -32,10 +32,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tasks.job import EXL3Config
 from tasks.methods.exl3_trellis import TILE, Trellis, codebook
 from tasks.methods.grid import WeightError, check_finite, row_losses
 from tasks.methods.hessian import ActivationError, HessianError
+from tasks.quantization import EXL3Config
 
 BLOCK = 128
 SIDE = 16

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tasks.job import FP8Config
 from tasks.methods.grid import WeightError, check_finite, row_losses
+from tasks.quantization import FP8Config
 
 BLOCK = 128
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.job import GPTQConfig
 from tasks.methods.columns import round_with_feedback
 from tasks.methods.grid import QuantizedRows, check_weight, columns_per_group, find_group_grids
 from tasks.methods.hessian import ActivationError, Factor, HessianError, HessianSum, factor_hessian
+from tasks.quantization import GPTQConfig
 
 __all__ = ["ActivationError", "Factor", "HessianError", "HessianSum", "factor_hessian", "groups_of", "quantize_rows"]
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tasks.job import AWQConfig, GPTQConfig, RTNConfig
+from tasks.quantization import AWQConfig, GPTQConfig, RTNConfig
 
 GridConfig = GPTQConfig | RTNConfig | AWQConfig
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tasks.job import GPTQConfig
 from tasks.methods.grid import columns_per_group
+from tasks.quantization import GPTQConfig
 
 # Tokens cast to float32 at a time, columns of one product, and of one panel: fixed, since they decide last bits.
 TOKENS_AT_ONCE = 8192

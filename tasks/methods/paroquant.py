@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from tasks.job import ParoQuantConfig
 from tasks.methods.grid import SMALLEST_HALF, QuantizedRows, WeightError, check_finite
+from tasks.quantization import ParoQuantConfig
 
 ROTATIONS = 8
 LAST_CODE = 15

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tasks.job import GPTQConfig, QQQConfig
 from tasks.methods.columns import round_with_feedback
 from tasks.methods.gptq import groups_of
 from tasks.methods.grid import LARGEST_SHRINK, SHRINK_STEPS, check_finite, columns_per_group
 from tasks.methods.hessian import Factor
+from tasks.quantization import GPTQConfig, QQQConfig
 
 LOWEST, HIGHEST = -8, 7
 # The lowest step of the widest group is the lowest int8 number: -8 * 16 = -128.
