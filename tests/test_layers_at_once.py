@@ -93,6 +93,11 @@ def task_states(flow_run_id: Any) -> set[str]:
     return {run.state_name for run in runs}
 
 
+def wait_until_given_up() -> None:
+    """Until the flow has learned that it ends, and layers in work are to stop."""
+    wait_until(lambda: running.current().is_given_up, lambda: "the flow goes on", PATIENCE_SECONDS)
+
+
 # Bytes and order ------------------------------------------------------------------------------------------------------
 
 
@@ -193,18 +198,16 @@ def test_a_stopped_run_goes_on_with_the_layers_after_those_it_published(
 
 
 def test_the_third_signal_lets_no_layer_in_work_go_on_past_its_module(
-    model: Path, tmp_path: Path, at_first_module: AtFirstModule
+    model: Path, tmp_path: Path, at_first_module: AtFirstModule, caplog: pytest.LogCaptureFixture
 ) -> None:
     both = threading.Barrier(2, timeout=PATIENCE_SECONDS)
-    gave_up = threading.Event()
 
     def give_up(layer: int) -> None:
         if both.wait() == 0:
-            for _ in range(3):
+            for answer in ("SIGTERM: stopping", "SIGTERM again", ""):  # each is taken before the next: else two are one
                 os.kill(os.getpid(), signal.SIGTERM)
-                gave_up.wait(0.2)  # or the kernel takes several for one
-            gave_up.set()
-        assert gave_up.wait(PATIENCE_SECONDS)
+                wait_until(lambda answer=answer: answer in caplog.text, lambda: caplog.text, PATIENCE_SECONDS)
+        wait_until_given_up()
 
     at_first_module(give_up)
     job = job_of(model, tmp_path, 2)
@@ -225,11 +228,8 @@ def test_a_layer_that_fails_keeps_what_is_before_it_and_gives_up_the_one_after_i
             both.wait()
         if layer == 2:
             raise ValueError("weights of layer 2 overflow")
-        if layer == 3:  # until the flow has learned of it
-            run = running.current()
-            deadline = threading.Event()
-            while not run.is_given_up:
-                assert not deadline.wait(0.01)
+        if layer == 3:
+            wait_until_given_up()
 
     at_first_module(fail)
     job = job_of(model, tmp_path, 2)
