@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_API_URL
 
-from tasks.quantization import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, RTNConfig
+from tasks.quantization import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTAQConfig, GPTQConfig, RTNConfig
 from tests.flow_jobs import tiny_job
 from tests.tiny_models import TEXTS, write_tiny_llama
 
@@ -97,11 +97,16 @@ def test_a_run_peaks_where_it_was_reckoned_to(tmp_path: Path) -> None:
     text.write_text(" ".join(TEXTS) * 400)
     calibration = {"data": str(text), "samples": 16, "sequence_length": 128, "batch_size": 4}
     jobs = [tiny_job(write_tiny_llama(tmp_path / "small"), tmp_path / "first")]
-    for quantization in (
-        GPTQConfig(group_size=64), RTNConfig(group_size=64), FP8Config(), BitsAndBytesConfig(), GGUFConfig(quant_type="q8_0"),
+    for number, quantization in enumerate(
+        (GPTQConfig(group_size=64), GPTQConfig(group_size=64, gptaq=GPTAQConfig()), RTNConfig(group_size=64), FP8Config(),
+         BitsAndBytesConfig(), GGUFConfig(quant_type="q8_0")),
     ):  # fmt: skip
-        job = tiny_job(model, tmp_path / quantization.method, quantization=quantization, calibration=calibration)
+        job = tiny_job(model, tmp_path / str(number), quantization=quantization, calibration=calibration)
         jobs.append(job.model_copy(update={"time_estimate": False}))
+    # Of two hidden states of each sample, one batch at a time.
+    in_files = {"output": f"{tmp_path}/in-files", "hidden_states_limit": 0}
+    checkpoint = jobs[2].checkpoint.model_copy(update={"path": f"{tmp_path}/in-files-checkpoint"})
+    jobs.append(jobs[2].model_copy(update={**in_files, "checkpoint": checkpoint}))
     done = subprocess.run(
         [sys.executable, "-c", COMPARE, *(job.model_dump_json() for job in jobs)],
         cwd=Path(__file__).parent.parent,
