@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
+from operator import attrgetter
 from typing import Any
 
 from checkpoint_store.canonical import canonical, count, matching, parse, typed
@@ -16,7 +17,7 @@ from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, UnknownFormat
 from checkpoint_store.failures import reading
 from checkpoint_store.objects import OBJECT_NAME, ObjectRef
-from checkpoint_store.pages import DIGEST_AND_SIZE, PAGE, Page, ReadPage, decode_refs, encode_refs, page_key
+from checkpoint_store.pages import DIGEST_AND_SIZE, PAGE, Names, Page, ReadPage, decode_refs, encode_refs, page_key
 
 FORMAT_NAME = "prefect-quantize checkpoint"
 FORMAT_VERSION = 1
@@ -75,17 +76,31 @@ class Manifest:
     @cached_property
     def own_sizes(self) -> dict[str, int]:
         """The bytes of each inline object and of each page, by digest; what a page names is in its own `sizes`."""
-        return dict(map(DIGEST_AND_SIZE, (*(page.ref for page in self.pages), *self.inline)))
+        return dict(map(DIGEST_AND_SIZE, (*map(attrgetter("ref"), self.pages), *self.inline)))
 
-    @property
-    def count(self) -> int:
-        """The number of `objects`."""
-        return sum(len(page.objects) for page in self.pages) + len(self.inline)
+    @cached_property
+    def paged_count(self) -> int:
+        """The number of objects that pages name."""
+        return sum(map(len, map(attrgetter("objects"), self.pages)))
 
     def size_of(self, sha256: str) -> int | None:
         """The bytes of an object or a page that this generation needs; None for any other."""
-        every = (self.own_sizes, *(page.sizes for page in self.pages))
-        return next((sizes[sha256] for sizes in every if sha256 in sizes), None)
+        if sha256 in self.own_sizes:
+            return self.own_sizes[sha256]
+        return next((page.sizes[sha256] for page in self.pages if sha256 in page.sizes), None)
+
+    def first_objects(self, count: int) -> Names:
+        """The first `count` objects: whole pages as they are, and the rest inline.
+
+        A page that is not whole any more is dissolved, and those behind it too, so that the order is kept.
+        """
+        if count >= self.paged_count:
+            return self.pages, self.inline[: count - self.paged_count]
+        whole = 0
+        while count >= len(self.pages[whole].objects):
+            count -= len(self.pages[whole].objects)
+            whole += 1
+        return self.pages[:whole], self.pages[whole].objects[:count]
 
 
 def encode_format(root_id: str) -> bytes:
@@ -150,7 +165,7 @@ def encode_manifest(manifest: Manifest) -> tuple[Entry, bytes]:
         "min_reader": version,
     }
     after = {"parent": manifest.parent, "run_id": manifest.run_id, "v": version}
-    pages = b'"pages":[%s],' % b",".join(page.encoded for page in manifest.pages) if manifest.pages else b""
+    pages = b'"pages":[%s],' % b",".join(map(attrgetter("encoded"), manifest.pages)) if manifest.pages else b""
     names = encode_refs(manifest.inline)
     raw = b'%s,"objects":%s,%s%s' % (canonical(before)[:-1], names, pages, canonical(after)[1:])
     if len(raw) > MANIFEST_LIMIT_BYTES:

@@ -53,18 +53,6 @@ def page_key(index: int) -> str:
     return f"{index:05d}"
 
 
-def first_objects(pages: tuple[Page, ...], inline: tuple[ObjectRef, ...], count: int) -> Names:
-    """The first `count` objects of a generation: whole pages as they are, and the rest inline.
-
-    A page that is not whole any more is dissolved, and those behind it too, so that the order is kept.
-    """
-    for index, page in enumerate(pages):
-        if count < len(page.objects):
-            return pages[:index], page.objects[:count]
-        count -= len(page.objects)
-    return pages, inline[:count]
-
-
 def full_page(inline: tuple[ObjectRef, ...]) -> tuple[ObjectRef, ...]:
     """The first names, as many as fill a page; none when there are fewer, or ones too long for a page."""
     names = inline[:PAGE_OBJECTS]

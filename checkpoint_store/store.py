@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from logging import getLogger
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -38,7 +39,7 @@ from checkpoint_store.objects import (
     verify_objects,
     write_object,
 )
-from checkpoint_store.pages import PAGE, Names, Page, encode_page, first_objects, full_page, page_key, read_page
+from checkpoint_store.pages import PAGE, Names, Page, encode_page, full_page, page_key, read_page
 from checkpoint_store.published import Generation, Pinned
 from checkpoint_store.root import CURRENT, GENERATIONS, OBJECTS, Root
 
@@ -422,11 +423,10 @@ class CheckpointStore:
         if self._entries and self._latest is None:
             raise CheckpointError(f"`{self.path}` has published generations: pin one before publishing another")
         manifest = self._latest.manifest if self._latest else None
-        if not 0 <= count <= (manifest.count if manifest else 0):
-            raise CheckpointError(
-                f"cannot keep {count} objects of a generation of `{self.path}` that has {manifest.count if manifest else 0}"
-            )
-        return first_objects(manifest.pages, manifest.inline, count) if manifest else ((), ())
+        held = manifest.paged_count + len(manifest.inline) if manifest else 0
+        if not 0 <= count <= held:
+            raise CheckpointError(f"cannot keep {count} objects of a generation of `{self.path}` that has {held}")
+        return manifest.first_objects(count) if manifest else ((), ())
 
     def _check_nameable(
         self, pages: tuple[Page, ...], inline: tuple[ObjectRef, ...], objects: Sequence[ObjectRef]
@@ -438,7 +438,7 @@ class CheckpointStore:
                 f"cannot publish objects that are neither staged nor in the previous generation: {_listed(strangers)}"
             )
         names = {(ref.role, ref.key) for ref in objects}
-        taken = ({(ref.role, ref.key) for ref in inline}, *(page.names for page in pages))
+        taken = ({(ref.role, ref.key) for ref in inline}, *map(attrgetter("names"), pages))
         if len(names) < len(objects) or not all(map(names.isdisjoint, taken)):
             raise CheckpointError(f"cannot publish two objects under one name, among them {_listed(objects)}")
 
@@ -503,13 +503,11 @@ class CheckpointStore:
         garbage = set[str]().union(
             *(manifest.own_sizes for manifest in manifests), *(page.sizes for page in gone_pages)
         )
-        for kept in (
-            self._staged,
-            self._found_with_spare,
-            *(manifest.own_sizes for manifest in listed),
-            *(page.sizes for page in kept_pages.values()),
-        ):
-            garbage = garbage.difference(kept)  # as long as what is left of it, not as what is kept
+        own = (manifest.own_sizes for manifest in listed)
+        for kept in (*own, self._staged, self._found_with_spare, *map(attrgetter("sizes"), kept_pages.values())):
+            garbage = garbage.difference(kept)  # takes as long as `garbage` is, not as what is kept
+            if not garbage:
+                break
         self._is_swept = False
         report = collect_named(self._root, names - self._found_with_spare, garbage)
         self._is_swept = report.deferred is None
