@@ -1,6 +1,6 @@
 """What a publish costs, as ratios measured in one run.
 
-    python benchmarks/store.py [--mib 352] [--rounds 5] [DIRECTORY]
+    python benchmarks/store.py [--mib 352] [--rounds 5] [--only-depth] [DIRECTORY]
 
 Each round measures every way once, in turn, so that what else the machine does hits all of them; the figures are the
 medians over the rounds. Files are removed as they go; DIRECTORY must lie on the disk that is to be measured.
@@ -17,18 +17,23 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from checkpoint_store.objects import ObjectRef
+from checkpoint_store.objects import ObjectRef, Payload
+from checkpoint_store.pages import PAGE_OBJECTS
 from checkpoint_store.store import CheckpointStore
 from checkpoint_store.tensors import continuation_batches, safetensors_payload
 
 IDENTITY = {"source": {"digest": "benchmark"}}
 DEPTHS = (1, 50, 200)
 LAYER_BYTES = 1 << 20
+ROOTS = 3
+MOST_LAYERS = 1000
+RESAMPLINGS = 1000
 
 
 def layer_tensors(mib: int) -> dict[str, Tensor]:
@@ -138,36 +143,93 @@ def measure_saving(directory: Path, mib: int, rounds: int) -> None:
     print(f"  the bound is the slower of writing and hashing; our save reaches {bound / ours:.2f} of it")
 
 
+class Grown:
+    """A root of a given depth, to which layers are committed; `go_back` takes them away again."""
+
+    def __init__(self, store: CheckpointStore, depth: int) -> None:
+        self.store = store
+        self.first = self.finished = depth - 1
+        refs = [ref for layer in range(self.first) for ref in stage_layer(store, layer, layer_payloads(layer, 1000))]
+        store.publish(IDENTITY, self.first, MOST_LAYERS, refs)
+        self.go_back()
+
+    def commit(self) -> tuple[float, float]:
+        """Seconds of the clock and of the processor for one more layer, as in a run."""
+        payloads = layer_payloads(self.finished, LAYER_BYTES)
+        wall, cpu = time.perf_counter(), time.process_time()
+        refs = stage_layer(self.store, self.finished, payloads)
+        self.store.publish(IDENTITY, self.finished + 1, MOST_LAYERS, refs, kept=2 * self.finished)
+        self.finished += 1
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    def go_back(self) -> None:
+        self.finished = self.first
+        for _ in range(2):  # the second one takes the last generation with the layers off the list
+            self.store.publish(IDENTITY, self.first, MOST_LAYERS, [], kept=2 * self.first)
+
+
 def measure_depth(directory: Path, rounds: int) -> None:
-    """Commit time of one more layer on roots of several depths, in turn, so that the disk's mood hits all of them."""
-    seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+    """Commit time of one more layer at several depths.
+
+    The commits of all depths alternate, in an order drawn anew for each step, so that the disk's mood and what else the machine
+    does hit all of them; each depth has several roots, since where on the disk a directory lies makes a difference. A
+    round commits as many layers as fill a page, then takes them away: every depth meets every fill of the manifest equally often.
+    """
+    random = Random(0)
+    steps: list[dict[int, list[tuple[float, float]]]] = []
     with ExitStack() as opened:
-        roots = {}
-        for depth in DEPTHS:
-            store = opened.enter_context(CheckpointStore.open(directory / f"depth-{depth}"))
-            refs: list[ObjectRef] = []
-            for layer in range(depth - 1):
-                refs += stage_layer(store, layer, size=1000)
-            store.publish(IDENTITY, depth - 1, depth + 10 * rounds, refs)
-            roots[depth] = (store, refs)
-        for number in range(10 * rounds):
-            for depth, (store, refs) in roots.items():
-                started = time.perf_counter()
-                refs += stage_layer(store, depth - 1 + number, LAYER_BYTES)
-                store.publish(IDENTITY, depth + number, depth + 10 * rounds, refs)
-                seconds[depth].append(time.perf_counter() - started)
-    first = statistics.median(seconds[DEPTHS[0]])
-    print(f"committing one more layer of {LAYER_BYTES >> 20} MiB, median of {10 * rounds} commits from each depth on")
-    for depth, found in seconds.items():
-        median = statistics.median(found)
-        print(f"  layer {depth:3} {median * 1e3:7.1f} ms  {median / first:5.2f} of layer 1")
+        roots = [
+            (depth, Grown(opened.enter_context(CheckpointStore.open(directory / f"depth-{depth}-{copy}")), depth))
+            for copy in range(ROOTS)
+            for depth in DEPTHS
+        ]
+        for _ in range(rounds):
+            for _ in range(PAGE_OBJECTS // 2):
+                step: dict[int, list[tuple[float, float]]] = {depth: [] for depth in DEPTHS}
+                for depth, root in random.sample(roots, len(roots)):
+                    step[depth].append(root.commit())
+                steps.append(step)
+            for _, root in roots:
+                root.go_back()
+    count = len(steps) * ROOTS
+    print(f"committing one more layer of {LAYER_BYTES >> 20} MiB, median of {count} commits at each depth; by layer 1,")
+    print("with 95 % intervals (bootstrap over steps)")
+    for depth in DEPTHS:
+        told = f"  layer {depth:3}"
+        for kind, name in enumerate(("", " of processor time")):
+            told += f"  {median_of(steps, depth, kind) * 1e3:6.2f} ms{name}"
+            low, high = ratio_interval(steps, depth, kind, random)
+            told += (
+                f" {median_of(steps, depth, kind) / median_of(steps, DEPTHS[0], kind):.3f} ({low:.3f} to {high:.3f})"
+            )
+        print(told)
 
 
-def stage_layer(store: CheckpointStore, layer: int, size: int) -> list[ObjectRef]:
+def median_of(steps: list[dict[int, list[tuple[float, float]]]], depth: int, kind: int) -> float:
+    return statistics.median(commit[kind] for step in steps for commit in step[depth])
+
+
+def ratio_interval(
+    steps: list[dict[int, list[tuple[float, float]]]], depth: int, kind: int, random: Random
+) -> tuple[float, float]:
+    """The 2.5th and the 97.5th percentile of the ratio of medians, depth to layer 1, over resampled steps."""
+    ratios = []
+    for _ in range(RESAMPLINGS):
+        drawn = random.choices(steps, k=len(steps))
+        ratios.append(median_of(drawn, depth, kind) / median_of(drawn, DEPTHS[0], kind))
+    ratios.sort()
+    return ratios[RESAMPLINGS // 40], ratios[-1 - RESAMPLINGS // 40]
+
+
+def layer_payloads(layer: int, size: int) -> tuple[Payload, Payload]:
     data = {"w": torch.full((size,), layer % 256, dtype=torch.uint8), "layer": torch.tensor([layer])}
+    return safetensors_payload(data), safetensors_payload({"record": torch.tensor([layer])})
+
+
+def stage_layer(store: CheckpointStore, layer: int, payloads: tuple[Payload, Payload]) -> list[ObjectRef]:
     return [
-        store.stage("layer", f"layers.{layer}", safetensors_payload(data)),
-        store.stage("record", f"key.{layer}", safetensors_payload({"record": torch.tensor([layer])})),
+        store.stage("layer", f"layers.{layer}", payloads[0]),
+        store.stage("record", f"key.{layer}", payloads[1]),
     ]
 
 
@@ -200,11 +262,13 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", default=".", help="where to write; default: here")
     parser.add_argument("--mib", type=int, default=352, help="size of the saved object")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only-depth", action="store_true", help="measure only how commit time depends on depth")
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="store-benchmark-", dir=options.directory))
     try:
-        measure_saving(directory, options.mib, options.rounds)
-        measure_loading(directory, options.mib, options.rounds)
+        if not options.only_depth:
+            measure_saving(directory, options.mib, options.rounds)
+            measure_loading(directory, options.mib, options.rounds)
         measure_depth(directory, options.rounds)
     finally:
         shutil.rmtree(directory)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any
 
 from checkpoint_store.errors import CheckpointDamaged
@@ -43,3 +44,24 @@ def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is too large for a number")
     return number
+
+
+def typed(value: Any, key: str, kind: type | tuple[type, ...], what: str) -> Any:
+    """What stands under `key` in a parsed JSON object; CheckpointDamaged when it is absent or of another type."""
+    if not isinstance(value, dict) or not isinstance(found := value.get(key, typed), kind):
+        raise CheckpointDamaged(f"`{what}` is damaged: `{key}` is absent or of the wrong type")
+    return found
+
+
+def count(value: Any, key: str, what: str) -> int:
+    found = typed(value, key, int, what)
+    if isinstance(found, bool) or not 0 <= found < 2**63:
+        raise CheckpointDamaged(f"`{what}` is damaged: `{key}` is not a size or a number of things")
+    return int(found)
+
+
+def matching(value: Any, key: str, pattern: re.Pattern[str], what: str) -> str:
+    found = typed(value, key, str, what)
+    if not pattern.fullmatch(found):
+        raise CheckpointDamaged(f"`{what}` is damaged: `{key}` is not a name of this format")
+    return str(found)

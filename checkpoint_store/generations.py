@@ -8,25 +8,25 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any
 
-from checkpoint_store.canonical import canonical, parse
+from checkpoint_store.canonical import canonical, count, matching, parse, typed
 from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, UnknownFormat
 from checkpoint_store.failures import reading
 from checkpoint_store.objects import OBJECT_NAME, ObjectRef
+from checkpoint_store.pages import DIGEST_AND_SIZE, PAGE, Names, Page, ReadPage, decode_refs, encode_refs, page_key
 
 FORMAT_NAME = "prefect-quantize checkpoint"
 FORMAT_VERSION = 1
+PAGED_VERSION = 2  # of a manifest that names pages; one without stays at FORMAT_VERSION
 FORMAT_LIMIT_BYTES = 4 << 10
 CURRENT_LIMIT_BYTES = 64 << 10
 MANIFEST_LIMIT_BYTES = 8 << 20
 MANIFEST_NAME = re.compile(r"([0-9]{8})-([0-9a-f]{16})\.json")
-DIGEST_AND_SIZE = attrgetter("sha256", "size")
 _ROOT_ID = re.compile(r"[0-9a-f]{32}")
-_ROLE = re.compile(r"[a-z][a-z_]{0,31}")
 _GENERATIONS_MOST = 10**8 - 1
 
 
@@ -58,14 +58,49 @@ class Manifest:
     identity: dict[str, Any]
     cursor: int
     layer_count: int
-    objects: tuple[ObjectRef, ...]
+    inline: tuple[ObjectRef, ...]  # what no page names
     run_id: str | None
     created_utc: str
+    pages: tuple[Page, ...] = ()
 
     @cached_property
-    def sizes(self) -> dict[str, int]:
-        """The bytes of each object, by digest."""
-        return dict(map(DIGEST_AND_SIZE, self.objects))
+    def objects(self) -> tuple[ObjectRef, ...]:
+        """Every object by name, in order: those of the pages, page by page, then the inline ones."""
+        return (*chain.from_iterable(page.objects for page in self.pages), *self.inline)
+
+    @property
+    def needed(self) -> tuple[ObjectRef, ...]:
+        """Every file in `objects/` that must be whole: the pages and what all of them name."""
+        return (*(page.ref for page in self.pages), *self.objects)
+
+    @cached_property
+    def own_sizes(self) -> dict[str, int]:
+        """The bytes of each inline object and of each page, by digest; what a page names is in its own `sizes`."""
+        return dict(map(DIGEST_AND_SIZE, (*map(attrgetter("ref"), self.pages), *self.inline)))
+
+    @cached_property
+    def paged_count(self) -> int:
+        """The number of objects that pages name."""
+        return sum(map(len, map(attrgetter("objects"), self.pages)))
+
+    def size_of(self, sha256: str) -> int | None:
+        """The bytes of an object or a page that this generation needs; None for any other."""
+        if sha256 in self.own_sizes:
+            return self.own_sizes[sha256]
+        return next((page.sizes[sha256] for page in self.pages if sha256 in page.sizes), None)
+
+    def first_objects(self, count: int) -> Names:
+        """The first `count` objects: whole pages as they are, and the rest inline.
+
+        A page that is not whole any more is dissolved, and those behind it too, so that the order is kept.
+        """
+        if count >= self.paged_count:
+            return self.pages, self.inline[: count - self.paged_count]
+        whole = 0
+        while count >= len(self.pages[whole].objects):
+            count -= len(self.pages[whole].objects)
+            whole += 1
+        return self.pages[:whole], self.pages[whole].objects[:count]
 
 
 def encode_format(root_id: str) -> bytes:
@@ -78,7 +113,7 @@ def decode_format(raw: bytes, what: str) -> str:
     if value.get("format") != FORMAT_NAME:
         raise CheckpointDamaged(f"`{what}` is damaged: it does not name the format `{FORMAT_NAME}`")
     _refuse_newer(value.get("v"), what)
-    return _matching(value, "root_id", _ROOT_ID, what)
+    return matching(value, "root_id", _ROOT_ID, what)
 
 
 def encode_current(current: Current) -> bytes:
@@ -94,18 +129,18 @@ def encode_current(current: Current) -> bytes:
 def decode_current(raw: bytes, what: str) -> Current:
     value = _unsealed(raw, what)
     _refuse_newer(value.get("v"), what)
-    entries = tuple(_decode_entry(item, what) for item in _typed(value, "generations", list, what))
+    entries = tuple(_decode_entry(item, what) for item in typed(value, "generations", list, what))
     if any(newer.gen <= older.gen for newer, older in pairwise(entries)):
         raise CheckpointDamaged(f"`{what}` is damaged: its generations are not listed newest first")
-    return Current(_matching(value, "root_id", _ROOT_ID, what), _typed(value, "writer", str, what), entries)
+    return Current(matching(value, "root_id", _ROOT_ID, what), typed(value, "writer", str, what), entries)
 
 
 def _decode_entry(item: Any, what: str) -> Entry:
     entry = Entry(
-        _count(item, "gen", what),
-        _matching(item, "manifest", MANIFEST_NAME, what),
-        _matching(item, "sha256", OBJECT_NAME, what),
-        _count(item, "size", what),
+        count(item, "gen", what),
+        matching(item, "manifest", MANIFEST_NAME, what),
+        matching(item, "sha256", OBJECT_NAME, what),
+        count(item, "size", what),
     )
     if entry.manifest != manifest_name(entry.gen, entry.sha256):
         raise CheckpointDamaged(f"`{what}` is damaged: `{entry.manifest}` is not the name of generation {entry.gen}")
@@ -120,60 +155,66 @@ def encode_manifest(manifest: Manifest) -> tuple[Entry, bytes]:
     """The manifest's bytes, and the entry under which CURRENT lists them."""
     if manifest.gen > _GENERATIONS_MOST:
         raise CheckpointError(f"generation {manifest.gen} does not fit the format; go on in a new root")
+    version = PAGED_VERSION if manifest.pages else FORMAT_VERSION
     before = {
         "created_utc": manifest.created_utc,
         "cursor": manifest.cursor,
         "gen": manifest.gen,
         "identity": manifest.identity,
         "layer_count": manifest.layer_count,
-        "min_reader": FORMAT_VERSION,
+        "min_reader": version,
     }
-    after = {"parent": manifest.parent, "run_id": manifest.run_id, "v": FORMAT_VERSION}
-    # Joined by hand: most refs are those of the generation before, and stay encoded.
-    objects = b",".join(map(attrgetter("encoded"), manifest.objects))
-    raw = b'%s,"objects":[%s],%s' % (canonical(before)[:-1], objects, canonical(after)[1:])
+    after = {"parent": manifest.parent, "run_id": manifest.run_id, "v": version}
+    pages = b'"pages":[%s],' % b",".join(map(attrgetter("encoded"), manifest.pages)) if manifest.pages else b""
+    names = encode_refs(manifest.inline)
+    raw = b'%s,"objects":%s,%s%s' % (canonical(before)[:-1], names, pages, canonical(after)[1:])
     if len(raw) > MANIFEST_LIMIT_BYTES:
         raise CheckpointError(
-            f"a manifest of {len(manifest.objects)} objects has {len(raw)} bytes, more than {MANIFEST_LIMIT_BYTES}"
+            f"a manifest of {len(manifest.inline)} objects and {len(manifest.pages)} pages has {len(raw)} bytes, more "
+            f"than {MANIFEST_LIMIT_BYTES}"
         )
     sha256 = hashlib.sha256(raw).hexdigest()
     return Entry(manifest.gen, manifest_name(manifest.gen, sha256), sha256, len(raw)), raw
 
 
-def decode_manifest(raw: bytes, what: str) -> Manifest:
+def decode_manifest(raw: bytes, what: str, read_page: ReadPage) -> Manifest:
+    """The manifest with the names in its pages, which `read_page` finds."""
     value = parse(raw, what)
-    _refuse_newer(value.get("min_reader"), what)
-    objects = tuple(_decode_ref(item, what) for item in _typed(value, "objects", list, what))
-    if len({(ref.role, ref.key) for ref in objects}) != len(objects):
-        raise CheckpointDamaged(f"`{what}` is damaged: it names one object twice")
-    if len({(ref.sha256, ref.size) for ref in objects}) != len({ref.sha256 for ref in objects}):
-        raise CheckpointDamaged(f"`{what}` is damaged: it gives one object two sizes")
+    _refuse_newer(value.get("min_reader"), what, PAGED_VERSION)
     manifest = Manifest(
-        gen=_count(value, "gen", what),
-        parent=_typed(value, "parent", (str, type(None)), what),
-        identity=_typed(value, "identity", dict, what),
-        cursor=_count(value, "cursor", what),
-        layer_count=_count(value, "layer_count", what),
-        objects=objects,
-        run_id=_typed(value, "run_id", (str, type(None)), what),
-        created_utc=_typed(value, "created_utc", str, what),
+        gen=count(value, "gen", what),
+        parent=typed(value, "parent", (str, type(None)), what),
+        identity=typed(value, "identity", dict, what),
+        cursor=count(value, "cursor", what),
+        layer_count=count(value, "layer_count", what),
+        inline=decode_refs(value, what),
+        run_id=typed(value, "run_id", (str, type(None)), what),
+        created_utc=typed(value, "created_utc", str, what),
+        pages=_decode_pages(value, what, read_page) if "pages" in value else (),
     )
+    if len({(ref.role, ref.key) for ref in manifest.objects}) != len(manifest.objects):
+        raise CheckpointDamaged(f"`{what}` is damaged: it names one object twice")
+    if len(set(map(DIGEST_AND_SIZE, manifest.needed))) != len({ref.sha256 for ref in manifest.needed}):
+        raise CheckpointDamaged(f"`{what}` is damaged: it gives one object two sizes")
     if manifest.cursor > manifest.layer_count:
         raise CheckpointDamaged(f"`{what}` is damaged: {manifest.cursor} of {manifest.layer_count} layers are finished")
     return manifest
 
 
-def _decode_ref(item: Any, what: str) -> ObjectRef:
-    return ObjectRef(
-        _matching(item, "role", _ROLE, what),
-        _typed(item, "key", str, what),
-        _matching(item, "sha256", OBJECT_NAME, what),
-        _count(item, "size", what),
-    )
+def _decode_pages(value: dict[str, Any], what: str, read_page: ReadPage) -> tuple[Page, ...]:
+    if value["min_reader"] < PAGED_VERSION:
+        raise CheckpointDamaged(f"`{what}` is damaged: it has pages, which its version does not know")
+    refs = [
+        ObjectRef(PAGE, page_key(index), matching(item, "sha256", OBJECT_NAME, what), count(item, "size", what))
+        for index, item in enumerate(typed(value, "pages", list, what))
+    ]
+    if len({ref.sha256 for ref in refs}) != len(refs):
+        raise CheckpointDamaged(f"`{what}` is damaged: it names one page twice")
+    return tuple(map(read_page, refs))
 
 
-def read_manifest(disk: Disk, generations: int, entry: Entry, where: str) -> Manifest:
-    """The manifest that `entry` names, after its size and its hash were found right."""
+def read_manifest(disk: Disk, generations: int, entry: Entry, where: str, read_page: ReadPage) -> Manifest:
+    """The manifest that `entry` names, after its size and its hash were found right, with the names in its pages."""
     what = f"{where}/generations/{entry.manifest}"
     if entry.size > MANIFEST_LIMIT_BYTES:
         raise CheckpointDamaged(f"`{what}` is said to have {entry.size} bytes, more than {MANIFEST_LIMIT_BYTES}")
@@ -182,7 +223,7 @@ def read_manifest(disk: Disk, generations: int, entry: Entry, where: str) -> Man
         raise CheckpointDamaged(f"`{what}` has {len(raw)} bytes instead of {entry.size}")
     if (found := hashlib.sha256(raw).hexdigest()) != entry.sha256:
         raise CheckpointDamaged(f"`{what}` has other bytes: their SHA-256 is {found}")
-    manifest = decode_manifest(raw, what)
+    manifest = decode_manifest(raw, what, read_page)
     if manifest.gen != entry.gen:
         raise CheckpointDamaged(f"`{what}` is damaged: it says that it is generation {manifest.gen}")
     return manifest
@@ -213,30 +254,10 @@ def _unsealed(raw: bytes, what: str) -> dict[str, Any]:
     return parse(line, what)
 
 
-def _refuse_newer(version: Any, what: str) -> None:
+def _refuse_newer(version: Any, what: str, known: int = FORMAT_VERSION) -> None:
     if type(version) is not int or version < 1:
         raise CheckpointDamaged(f"`{what}` is damaged: it has no format version")
-    if version > FORMAT_VERSION:
+    if version > known:
         raise UnknownFormat(
-            f"`{what}` has format version {version} and this program knows {FORMAT_VERSION}: update prefect-quantize"
+            f"`{what}` has format version {version} and this program knows {known}: update prefect-quantize"
         )
-
-
-def _typed(value: Any, key: str, kind: type | tuple[type, ...], what: str) -> Any:
-    if not isinstance(value, dict) or not isinstance(found := value.get(key, _typed), kind):
-        raise CheckpointDamaged(f"`{what}` is damaged: `{key}` is absent or of the wrong type")
-    return found
-
-
-def _count(value: Any, key: str, what: str) -> int:
-    found = _typed(value, key, int, what)
-    if isinstance(found, bool) or not 0 <= found < 2**63:
-        raise CheckpointDamaged(f"`{what}` is damaged: `{key}` is not a size or a number of things")
-    return int(found)
-
-
-def _matching(value: Any, key: str, pattern: re.Pattern[str], what: str) -> str:
-    found = _typed(value, key, str, what)
-    if not pattern.fullmatch(found):
-        raise CheckpointDamaged(f"`{what}` is damaged: `{key}` is not a name of this format")
-    return str(found)

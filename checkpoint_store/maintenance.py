@@ -3,6 +3,8 @@
 import math
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -12,9 +14,10 @@ from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 from checkpoint_store.failures import is_missing, reading, writing
 from checkpoint_store.garbage import SweepReport
-from checkpoint_store.generations import FORMAT_VERSION
+from checkpoint_store.generations import FORMAT_VERSION, read_manifest
 from checkpoint_store.lock import ATTEMPT_NAME, WRITER_LOCK, read_holder
 from checkpoint_store.objects import OBJECT_NAME, ObjectRef, check_size, map_verified
+from checkpoint_store.pages import Page, read_page
 from checkpoint_store.published import Generation
 from checkpoint_store.root import QUARANTINE, SPARE, Root
 from checkpoint_store.store import CheckpointStore
@@ -35,7 +38,10 @@ def status(path: str | Path, disk: Disk | None = None) -> dict[str, Any]:
         generations = [_generation_status(store, generation) for generation in store.generations()]
         newest = next((found for found in store.generations() if _is_readable(found)), None)
         referenced = {
-            ref.sha256: ref.size for found in store.generations() if _is_readable(found) for ref in found.objects
+            ref.sha256: ref.size
+            for found in store.generations()
+            if _is_readable(found)
+            for ref in found.manifest.needed
         }
         return {
             "path": str(path),
@@ -71,10 +77,10 @@ def _generation_status(store: CheckpointStore, generation: Generation) -> dict[s
             "layer_count": manifest.layer_count,
             "run_id": manifest.run_id,
             "created_utc": manifest.created_utc,
-            "objects": len(manifest.objects),
-            "bytes": sum({ref.sha256: ref.size for ref in manifest.objects}.values()),
+            "objects": len(manifest.needed),
+            "bytes": sum({ref.sha256: ref.size for ref in manifest.needed}.values()),
         }
-        for ref in manifest.objects:
+        for ref in manifest.needed:
             check_size(store.root.disk, store.root.objects, ref, store.root.path)
     except CheckpointDamaged as error:
         told["problem"] = str(error)
@@ -160,8 +166,9 @@ def verify(
                 time.sleep(max(0.0, started + report.bytes / bytes_per_second - time.monotonic()))
 
         problems: dict[ObjectRef, str | None] = {}
+        pages: dict[ObjectRef, Page] = {}
         for generation in store.generations():
-            found = _verify_generation(store, generation, problems, report, keep_the_rate, quarantine)
+            found = _verify_generation(store, generation, problems, pages, report, keep_the_rate, quarantine)
             report.generations.append({"gen": generation.gen, "is_whole": not found, "problems": found})
             report.problems += [problem for problem in found if problem not in report.problems]
         report.objects = len(problems)
@@ -183,29 +190,43 @@ def _verify_generation(
     store: CheckpointStore,
     generation: Generation,
     problems: dict[ObjectRef, str | None],
+    pages: dict[ObjectRef, Page],
     report: VerifyReport,
     on_hashed: Any,
     quarantine: bool,
 ) -> list[str]:
     root = store.root
-    try:
-        refs = generation.objects
-    except CheckpointDamaged as error:
-        if quarantine:
-            _quarantine(root, "generations", generation.entry.manifest, report)
-        return [str(error)]
-    for ref in refs:
-        if ref in problems:
-            continue
+
+    @contextmanager
+    def looking_at(ref: ObjectRef) -> Iterator[None]:
         try:
-            map_verified(root.disk, root.objects, ref, root.path, on_hashed)
+            yield
             problems[ref] = None
         except CheckpointDamaged as error:
             logger.error("%s", error)
             problems[ref] = str(error)
             if quarantine:
                 _quarantine(root, "objects", ref.sha256, report)
-    found = (problems[ref] for ref in refs)
+
+    def page_of(ref: ObjectRef) -> Page:
+        """The page; an empty one where it is damaged, so that what else the generation needs is still looked at."""
+        if ref not in pages:
+            pages[ref] = Page(ref, ())
+            with looking_at(ref):
+                pages[ref] = read_page(root.disk, root.objects, ref, root.path, on_hashed)
+        return pages[ref]
+
+    try:
+        manifest = read_manifest(root.disk, root.generations, generation.entry, root.path, page_of)
+    except CheckpointDamaged as error:
+        if quarantine:
+            _quarantine(root, "generations", generation.entry.manifest, report)
+        return [str(error)]
+    for ref in manifest.needed:
+        if ref not in problems:
+            with looking_at(ref):
+                map_verified(root.disk, root.objects, ref, root.path, on_hashed)
+    found = (problems[ref] for ref in manifest.needed)
     return list(dict.fromkeys(problem for problem in found if problem is not None))  # one cause may hit many objects
 
 

@@ -15,6 +15,7 @@ from checkpoint_store.errors import CheckpointDamaged, CheckpointError
 from checkpoint_store.failures import reading
 
 OBJECT_NAME = re.compile(r"[0-9a-f]{64}")
+ROLE = re.compile(r"[a-z][a-z_]{0,31}")
 _VERIFY_WINDOW_BYTES = 16 << 20
 _PARALLEL_FROM_BYTES = 64 << 20
 

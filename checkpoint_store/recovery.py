@@ -27,7 +27,8 @@ from checkpoint_store.generations import (
     read_small,
 )
 from checkpoint_store.lock import Attempt, WriterLock, refuse_network_file_system
-from checkpoint_store.objects import verify_objects
+from checkpoint_store.objects import ObjectRef, verify_objects
+from checkpoint_store.pages import Page, read_page
 from checkpoint_store.root import CURRENT, FORMAT, SPARE, Root
 
 logger = getLogger(__name__)
@@ -57,36 +58,47 @@ def candidates(path: str | Path, disk: Disk | None = None) -> list[Candidate]:
     """
     root = Root(disk or Disk(), str(path))
     try:
-        return [_candidate(root, entry, manifest) for entry, manifest in _legible_manifests(root)]
+        return [_candidate(root, *legible) for legible in _legible_manifests(root)]
     finally:
         root.close()
 
 
-def _legible_manifests(root: Root) -> list[tuple[Entry, Manifest]]:
+def _legible_manifests(root: Root) -> list[tuple[Entry, Manifest, list[str]]]:
+    """With each the damage to its pages; the names in a damaged one are missing."""
     found = []
     for name in reversed(root.names("generations")):
         if not MANIFEST_NAME.fullmatch(name):
             continue
         what = f"{root.path}/generations/{name}"
+        problems: list[str] = []
+
+        def page_of(ref: ObjectRef, problems: list[str] = problems) -> Page:
+            try:
+                return read_page(root.disk, root.objects, ref, root.path)
+            except CheckpointDamaged as error:
+                problems.append(str(error))
+                return Page(ref, ())
+
         try:
             raw = read_small(root.disk, root.generations, name, MANIFEST_LIMIT_BYTES, what)
-            manifest = decode_manifest(raw, what)
+            manifest = decode_manifest(raw, what, page_of)
             sha256 = hashlib.sha256(raw).hexdigest()
             if manifest_name(manifest.gen, sha256) != name:
                 raise CheckpointDamaged(f"`{what}` has other bytes than its name says")
         except CheckpointDamaged as error:
             logger.error("%s", error)
             continue
-        found.append((Entry(manifest.gen, name, sha256, len(raw)), manifest))
+        found.append((Entry(manifest.gen, name, sha256, len(raw)), manifest, problems))
     return found
 
 
-def _candidate(root: Root, entry: Entry, manifest: Manifest) -> Candidate:
-    problem = None
-    try:
-        verify_objects(root.disk, root.objects, manifest.objects, root.path, frozenset())
-    except CheckpointDamaged as error:
-        problem = str(error)
+def _candidate(root: Root, entry: Entry, manifest: Manifest, problems: list[str]) -> Candidate:
+    problem = problems[0] if problems else None
+    if problem is None:
+        try:
+            verify_objects(root.disk, root.objects, manifest.needed, root.path, frozenset())
+        except CheckpointDamaged as error:
+            problem = str(error)
     return Candidate(
         entry.manifest,
         manifest.gen,
@@ -143,8 +155,8 @@ def _refuse_whole(root: Root) -> None:
     except CheckpointDamaged:
         return
     published = {entry.manifest for entry in entries}
-    for entry, manifest in _legible_manifests(root):
-        if entry.manifest in published and _candidate(root, entry, manifest).problem is None:
+    for entry, manifest, problems in _legible_manifests(root):
+        if entry.manifest in published and _candidate(root, entry, manifest, problems).problem is None:
             raise CheckpointError(
                 f"`{root.path}` needs no recovery: generation {entry.gen} is published and whole; run the job again"
             )

@@ -3,13 +3,15 @@
 Reached through `current()`, never by importing the session itself: a flow that is pickled by value would get a copy.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from itertools import takewhile
 from logging import getLogger
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 from checkpoint_store.config import CheckpointConfig
@@ -22,7 +24,7 @@ from checkpoint_store.errors import (
     IdentityMismatch,
 )
 from checkpoint_store.objects import BytesPayload, ObjectRef, Payload
-from checkpoint_store.published import Pinned
+from checkpoint_store.published import Generation, Pinned
 from checkpoint_store.store import CheckpointStore
 
 LAYER, ADAPTER, RECORD, CONTINUATION = "layer", "adapter", "record", "continuation"
@@ -31,6 +33,7 @@ logger = getLogger(__name__)
 
 EventKind = Literal["preparation", "validation", "capture", "commit", "restoration", "failure", "fell_back"]
 Ignore = Callable[[tuple[str, ...]], bool]
+Objects = dict[tuple[str, str], ObjectRef]  # by role and key
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,11 @@ class CheckpointSession:
         self._layer_roles = tuple(layer_roles)
         self._on_event = on_event
         self._pinned: Pinned | None = None
-        self._published: dict[tuple[str, str], ObjectRef] = {}
-        self._staged: dict[tuple[str, str], ObjectRef] = {}
+        self._generation: Generation | None = None  # what was pinned or published last
+        self._published: Objects = {}  # all but the continuation, in the generation's order
+        self._staged: Objects = {}  # what is not published yet
+        self._staging = Lock()  # layers are staged from several threads while the publisher takes what it has published
+        self._named: tuple[list[str], list[str]] | None = None  # layers and records in this session's last publish
         self._publisher: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
@@ -137,6 +143,7 @@ class CheckpointSession:
         self._pinned = self._store.pin(check_identity)
         if self._pinned is None:
             return
+        self._generation = self._pinned.generation
         for generation, reason in self._pinned.fallen_from:
             self._on_event(
                 CheckpointEvent(
@@ -146,7 +153,7 @@ class CheckpointSession:
         if self._pinned.generation.layer_count != self._layer_count:
             line = f"layer_count: checkpoint {self._pinned.generation.layer_count}, this run {self._layer_count}"
             raise IdentityMismatch(mismatch_message(self.root, [line]))
-        self._published = {(ref.role, ref.key): ref for ref in self._pinned.objects}
+        self._published = {(ref.role, ref.key): ref for ref in self._pinned.objects if ref.role != CONTINUATION}
         detail = {
             "generation": self._pinned.generation.gen,
             "cursor": self.cursor,
@@ -206,7 +213,7 @@ class CheckpointSession:
 
     def layer_objects(self, role: str = LAYER) -> list[ObjectRef]:
         """The objects of all published layers, in the order of their layers."""
-        return [ref for ref in self._published.values() if ref.role == role]
+        return [ref for ref in list(self._published.values()) if ref.role == role]  # a publish may be under way
 
     def path_of(self, ref: ObjectRef) -> Path:
         return self._store.path_of(ref)
@@ -227,7 +234,8 @@ class CheckpointSession:
     def _stage(self, role: str, key: str, payload: Payload) -> ObjectRef:
         with self._telling_failures():
             ref = self._store.stage(role, key, payload)
-        self._staged[role, key] = ref
+        with self._staging:
+            self._staged[role, key] = ref
         self._on_event(CheckpointEvent("capture", {"role": role, "key": key, "sha256": ref.sha256, "bytes": ref.size}))
         return ref
 
@@ -256,14 +264,26 @@ class CheckpointSession:
             raise CheckpointError(
                 f"{finished} layers are finished and only {len(set(layer_names))} are to be published"
             )
-        of_layers = [(role, name) for role in self._layer_roles for name in layer_names]
-        refs = self._expected([*of_layers, *((RECORD, key) for key in record_keys)])
+        named = (list(layer_names), list(record_keys))
+        kept, new = self._expected(*named)
         if self._publisher is None:
             self._publisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-publish")
         # In the caller's context: what listens to events may ask which run they belong to.
-        self._pending = self._publisher.submit(copy_context().run, self._publish, finished, refs, continuation)
+        self._pending = self._publisher.submit(
+            copy_context().run, self._publish, finished, named, kept, new, continuation
+        )
 
-    def _expected(self, names: Iterable[tuple[str, str]]) -> list[ObjectRef]:
+    def _expected(self, layer_names: list[str], record_keys: list[str]) -> tuple[Objects, Objects]:
+        """The objects of these names: those with which the generation before begins, and those that follow them.
+
+        Where the names go on from those of the last publish, only the ones that are new are looked at.
+        """
+        layers, records = map(len, self._named or ([], []))
+        goes_on = self._named == (layer_names[:layers], record_keys[:records])
+        if not goes_on or any(name in self._published for name in list(self._staged)):
+            goes_on, layers, records = False, 0, 0
+        names = [(role, name) for role in self._layer_roles for name in layer_names[layers:]]
+        names += [(RECORD, key) for key in record_keys[records:]]
         found = {name: self._staged.get(name) or self._published.get(name) for name in names}
         missing = [f"{role} `{key}`" for (role, key), ref in found.items() if ref is None]
         if missing:
@@ -271,16 +291,35 @@ class CheckpointSession:
                 f"cannot publish to `{self.root}`: {', '.join(missing)} finished but never reached the store; its "
                 f"write failed, see the log above. What was published before stays; run again"
             )
-        return [ref for ref in found.values() if ref is not None]
+        new = {name: ref for name, ref in found.items() if ref is not None}
+        if goes_on:
+            return self._published, new
+        kept: Objects = {}
+        before = self._generation.objects if self._generation else ()
+        for ref in takewhile(lambda ref: new.get((ref.role, ref.key)) == ref, before):
+            kept[ref.role, ref.key] = new.pop((ref.role, ref.key))
+        return kept, new
 
-    def _publish(self, finished: int, refs: list[ObjectRef], continuation: Sequence[Payload]) -> None:
+    def _publish(
+        self,
+        finished: int,
+        named: tuple[list[str], list[str]],
+        kept: Objects,
+        new: Objects,
+        continuation: Sequence[Payload],
+    ) -> None:
         with self._telling_failures():
             chunks = [
                 self._store.stage(CONTINUATION, f"hidden.{index:05d}", payload)
                 for index, payload in enumerate(continuation)
             ]
-            generation = self._store.publish(self._identity, finished, self._layer_count, [*refs, *chunks])
-        self._published = {(ref.role, ref.key): ref for ref in generation.objects}
+            generation = self._store.publish(
+                self._identity, finished, self._layer_count, [*new.values(), *chunks], kept=len(kept)
+            )
+        kept.update(new)
+        self._published, self._named, self._generation = kept, named, generation
+        with self._staging:
+            self._staged = {name: ref for name, ref in self._staged.items() if kept.get(name) != ref}
         detail = {"generation": generation.gen, "cursor": finished, "layer_count": self._layer_count}
         self._on_event(CheckpointEvent("commit", {**detail, "bytes_written": self._store.counters.bytes_written}))
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from logging import getLogger
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -20,7 +21,6 @@ from checkpoint_store.errors import CheckpointDamaged, CheckpointError, Checkpoi
 from checkpoint_store.failures import reading, writing
 from checkpoint_store.garbage import SweepReport, collect, collect_named
 from checkpoint_store.generations import (
-    DIGEST_AND_SIZE,
     Current,
     Entry,
     Manifest,
@@ -30,6 +30,7 @@ from checkpoint_store.generations import (
 )
 from checkpoint_store.lock import Attempt, ReadersLock, WriterLock, refuse_network_file_system
 from checkpoint_store.objects import (
+    BytesPayload,
     Counters,
     ObjectRef,
     Payload,
@@ -38,6 +39,7 @@ from checkpoint_store.objects import (
     verify_objects,
     write_object,
 )
+from checkpoint_store.pages import PAGE, Names, Page, encode_page, full_page, page_key, read_page
 from checkpoint_store.published import Generation, Pinned
 from checkpoint_store.root import CURRENT, GENERATIONS, OBJECTS, Root
 
@@ -271,7 +273,14 @@ class CheckpointStore:
     def _load(self, entry: Entry) -> Manifest:
         self._check_open()
         if entry not in self._manifests:
-            self._manifests[entry] = read_manifest(self._disk, self._root.generations, entry, self._root.path)
+            root = self._root
+            self._manifests[entry] = read_manifest(
+                self._disk,
+                root.generations,
+                entry,
+                root.path,
+                lambda ref: read_page(self._disk, root.objects, ref, root.path),
+            )
         return self._manifests[entry]
 
     def pin(self, check_identity: Callable[[dict[str, Any]], None]) -> Pinned | None:
@@ -286,7 +295,7 @@ class CheckpointStore:
             try:
                 manifest = generation.manifest
                 check_identity(manifest.identity)
-                views = verify_objects(self._disk, self._root.objects, manifest.objects, self._root.path, _KEPT_MAPPED)
+                views = verify_objects(self._disk, self._root.objects, manifest.needed, self._root.path, _KEPT_MAPPED)
             except CheckpointDamaged as error:
                 if self._was_overtaken():
                     return self.pin(check_identity)
@@ -294,7 +303,7 @@ class CheckpointStore:
                 fallen.append((generation, str(error)))
                 self._whole[generation.entry] = False
                 continue
-            self.counters.bytes_verified += sum({ref.sha256: ref.size for ref in manifest.objects}.values())
+            self.counters.bytes_verified += sum({ref.sha256: ref.size for ref in manifest.needed}.values())
             self._latest = generation
             self._whole[generation.entry] = True
             return Pinned(generation, views, self.view, tuple(fallen))
@@ -330,14 +339,18 @@ class CheckpointStore:
         """Write an object that a later `publish` may name; until then no sweep of this store removes it."""
         self._check_writable()
         with self._guard:
-            self._check_space(role, key, payload.size)
-            with self._critical(f"writing {role} {key}"):
-                attempt = self._own_attempt()
-                sha256, size = write_object(
-                    self._disk, attempt.directory, attempt.temporary(), self._root.objects, payload, self.counters
-                )
-            self._staged[sha256] = size
+            sha256, size = self._write(role, key, payload, self.counters)
             return ObjectRef(role, key, sha256, size)
+
+    def _write(self, role: str, key: str, payload: Payload, counters: Counters) -> tuple[str, int]:
+        self._check_space(role, key, payload.size)
+        with self._critical(f"writing {role} {key}"):
+            attempt = self._own_attempt()
+            sha256, size = write_object(
+                self._disk, attempt.directory, attempt.temporary(), self._root.objects, payload, counters
+            )
+        self._staged[sha256] = size
+        return sha256, size
 
     def _check_space(self, role: str, key: str, size: int) -> None:
         with reading(str(self.path)):
@@ -349,24 +362,28 @@ class CheckpointStore:
             )
 
     def publish(
-        self, identity: dict[str, Any], cursor: int, layer_count: int, objects: Sequence[ObjectRef]
+        self, identity: dict[str, Any], cursor: int, layer_count: int, objects: Sequence[ObjectRef], *, kept: int = 0
     ) -> Generation:
-        """Make a generation of `objects` the newest one; when this returns it survives a power failure.
+        """Make a generation the newest one; when this returns it survives a power failure.
 
-        Each object was staged by this store, or is in the generation that was pinned or published before.
+        It consists of the first `kept` objects of the generation that was pinned or published before, and of `objects`
+        after them, each of which was staged by this store or is in that generation. What is kept costs next to nothing.
         """
         self._check_writable()
         with self._guard:
-            self._check_nameable(objects)
+            pages, inline = self._kept(kept)
+            self._check_nameable(pages, inline, objects)
+            pages, inline = self._with_full_pages(pages, inline)
             manifest = Manifest(
                 gen=1 + max((entry.gen for entry in self._entries), default=0),
                 parent=self._latest.entry.manifest if self._latest else None,
                 identity=identity,
                 cursor=cursor,
                 layer_count=layer_count,
-                objects=tuple(objects),
+                inline=(*inline, *objects),
                 run_id=self.run_id,
                 created_utc=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                pages=pages,
             )
             entry, raw_manifest = encode_manifest(manifest)
             entries = self._retained_with(entry)
@@ -381,7 +398,7 @@ class CheckpointStore:
             self._manifests[entry] = manifest
             self._whole[entry] = True
             self._latest = Generation(entry, self._load)
-            self._staged = {sha256: size for sha256, size in self._staged.items() if sha256 not in manifest.sizes}
+            self._staged = {sha256: size for sha256, size in self._staged.items() if manifest.size_of(sha256) is None}
             self._sweep_after_publish(dropped)
             return self._latest
 
@@ -402,15 +419,40 @@ class CheckpointStore:
         root.replace(attempt, raw_current, root.directory, CURRENT)
         disk.sync_directory(root.directory)
 
-    def _check_nameable(self, objects: Sequence[ObjectRef]) -> None:
+    def _kept(self, count: int) -> Names:
         if self._entries and self._latest is None:
             raise CheckpointError(f"`{self.path}` has published generations: pin one before publishing another")
-        known = self._staged if self._latest is None else self._latest.manifest.sizes | self._staged
-        if not set(map(DIGEST_AND_SIZE, objects)) <= known.items():
-            strangers = [f"{ref.role} {ref.key}" for ref in objects if known.get(ref.sha256) != ref.size]
+        manifest = self._latest.manifest if self._latest else None
+        held = manifest.paged_count + len(manifest.inline) if manifest else 0
+        if not 0 <= count <= held:
+            raise CheckpointError(f"cannot keep {count} objects of a generation of `{self.path}` that has {held}")
+        return manifest.first_objects(count) if manifest else ((), ())
+
+    def _check_nameable(
+        self, pages: tuple[Page, ...], inline: tuple[ObjectRef, ...], objects: Sequence[ObjectRef]
+    ) -> None:
+        """Refuse what is neither staged nor in the previous generation, and a name that is taken: no reader would take it."""
+        strangers = [ref for ref in objects if self._staged.get(ref.sha256) != ref.size and not self._is_published(ref)]
+        if strangers:
             raise CheckpointError(
-                f"cannot publish objects that are neither staged nor in the previous generation: {', '.join(strangers)}"
+                f"cannot publish objects that are neither staged nor in the previous generation: {_listed(strangers)}"
             )
+        names = {(ref.role, ref.key) for ref in objects}
+        taken = ({(ref.role, ref.key) for ref in inline}, *map(attrgetter("names"), pages))
+        if len(names) < len(objects) or not all(map(names.isdisjoint, taken)):
+            raise CheckpointError(f"cannot publish two objects under one name, among them {_listed(objects)}")
+
+    def _is_published(self, ref: ObjectRef) -> bool:
+        return self._latest is not None and self._latest.manifest.size_of(ref.sha256) == ref.size
+
+    def _with_full_pages(self, pages: tuple[Page, ...], inline: tuple[ObjectRef, ...]) -> Names:
+        """Write pages of kept names as far as they fill some; what is new may be replaced at once, and waits."""
+        while names := full_page(inline):
+            key, payload, spent = page_key(len(pages)), BytesPayload(encode_page(names)), Counters()
+            sha256, size = self._write(PAGE, key, payload, spent)
+            self.counters.metadata_bytes_written += spent.bytes_written
+            pages, inline = (*pages, Page(ObjectRef(PAGE, key, sha256, size), names)), inline[len(names) :]
+        return pages, inline
 
     def _retained_with(self, newest: Entry) -> tuple[Entry, ...]:
         """The new list: `keep_last` generations taken to be whole, and what is listed between them."""
@@ -430,7 +472,7 @@ class CheckpointStore:
         """
         if entry not in self._whole:
             try:
-                for ref in self._load(entry).objects:
+                for ref in self._load(entry).needed:
                     check_size(self._disk, self._root.objects, ref, self._root.path)
                 self._whole[entry] = True
             except CheckpointError as error:
@@ -455,9 +497,17 @@ class CheckpointStore:
             logger.info("sweep of `%s` deferred: %s", self.path, report.deferred)
 
     def _sweep_dropped(self, names: set[str], manifests: Sequence[Manifest]) -> SweepReport:
-        garbage = {sha256 for manifest in manifests for sha256 in manifest.sizes}
-        for kept in (*(self._load(entry).sizes for entry in self._entries), self._staged, self._found_with_spare):
-            garbage.difference_update(kept)
+        listed = [self._load(entry) for entry in self._entries]
+        kept_pages = {page.ref.sha256: page for manifest in listed for page in manifest.pages}
+        gone_pages = [page for manifest in manifests for page in manifest.pages if page.ref.sha256 not in kept_pages]
+        garbage = set[str]().union(
+            *(manifest.own_sizes for manifest in manifests), *(page.sizes for page in gone_pages)
+        )
+        own = (manifest.own_sizes for manifest in listed)
+        for kept in (*own, self._staged, self._found_with_spare, *map(attrgetter("sizes"), kept_pages.values())):
+            garbage = garbage.difference(kept)  # takes as long as `garbage` is, not as what is kept
+            if not garbage:
+                break
         self._is_swept = False
         report = collect_named(self._root, names - self._found_with_spare, garbage)
         self._is_swept = report.deferred is None
@@ -470,10 +520,10 @@ class CheckpointStore:
             self._is_swept = False
             if self.spare_because is not None:
                 return SweepReport(deferred=f"CURRENT is lost until the next publish ({self.spare_because})")
-            keep_objects = self._staged.keys() | self._found_with_spare
+            keep_objects = set(self._staged) | self._found_with_spare
             for entry in self._entries:
                 try:
-                    keep_objects |= self._load(entry).sizes.keys()
+                    keep_objects.update(ref.sha256 for ref in self._load(entry).needed)
                 except CheckpointDamaged as error:
                     return SweepReport(deferred=f"a retained generation cannot be verified ({error})")
             own = self._attempt.name if self._attempt else None
@@ -481,3 +531,7 @@ class CheckpointStore:
             report = collect(self._root, keep_objects, keep_manifests, own)
             self._is_swept = report.deferred is None
             return report
+
+
+def _listed(refs: Sequence[ObjectRef]) -> str:
+    return ", ".join(f"{ref.role} {ref.key}" for ref in refs)

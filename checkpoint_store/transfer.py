@@ -20,6 +20,7 @@ from checkpoint_store.generations import (
 )
 from checkpoint_store.lock import Attempt, WriterLock, refuse_network_file_system
 from checkpoint_store.objects import BytesPayload, Counters, ObjectRef, map_verified, write_object
+from checkpoint_store.pages import Page, read_page
 from checkpoint_store.published import Generation
 from checkpoint_store.root import CURRENT, FORMAT, GENERATIONS, OBJECTS, Root
 from checkpoint_store.store import CheckpointStore
@@ -111,7 +112,7 @@ class _Copy:
         """Copy one generation, or note why it is left out: then it was damaged at the source already."""
         root = self._source.root
         try:
-            for ref in generation.objects:
+            for ref in generation.manifest.needed:
                 if ref.sha256 not in self._arrived:
                     self._copy_object(ref, self._source.view(ref))
             what = f"{root.path}/generations/{generation.entry.manifest}"
@@ -148,8 +149,12 @@ class _Copy:
             )
         target = self._target
         target.sync()
+
+        def page_of(ref: ObjectRef) -> Page:
+            return read_page(self._disk, target.objects, ref, target.path)
+
         for entry in self._entries:
-            for ref in read_manifest(self._disk, target.generations, entry, target.path).objects:
+            for ref in read_manifest(self._disk, target.generations, entry, target.path, page_of).needed:
                 if ref.sha256 in self._arrived:
                     map_verified(self._disk, target.objects, ref, target.path)
                     self._arrived.remove(ref.sha256)

@@ -4,21 +4,33 @@ Each takes an `Explorer`, so that the same histories serve for the store as it i
 """
 
 import errno
+import json
 from collections.abc import Callable
 from contextlib import suppress
 
 from crash_explorer import Explorer, Progress, Session
-from crash_states import Machine
+from crash_states import Machine, State
 from recording_disk import Killed, Operation, RecordingDisk
-from saved_contents import IDENTITY, LAYER_COUNT, load, open_writer, repeatable, save, stage
+from saved_contents import (
+    IDENTITY,
+    LAYER_COUNT,
+    load,
+    open_writer,
+    repeatable,
+    save,
+    save_dissolving,
+    small_pages,
+    stage,
+)
 
 from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointError
 
 
-def publishing(generations: int, *, with_records: bool = True) -> Session:
+def publishing(generations: int, *, with_records: bool = True, step: int = 0) -> Session:
     """A session that opens the root, publishes so many generations more, sweeps, and closes it.
 
+    With a `step`, the second of these dissolves the pages, see `save_dissolving`.
     What it finds counts as acknowledged from then on: a run that finds all layers finished exports them and says that it is done.
     """
 
@@ -29,7 +41,10 @@ def publishing(generations: int, *, with_records: bool = True) -> Session:
         store.sweep()
         for following in range(cursor + 1, cursor + generations + 1):
             progress.attempted = max(progress.attempted, following)
-            save(store, following, with_records=with_records)
+            if step and following == cursor + 2:
+                save_dissolving(store, following, step)
+            else:
+                save(store, following, with_records=with_records)
             progress.acknowledged = max(progress.acknowledged, following)
         store.close()
 
@@ -49,10 +64,10 @@ def publishing_stubbornly(disk: Disk, progress: Progress) -> bool:
     try:
         cursor, _ = load(store)
         progress.attempted = max(progress.attempted, cursor + 1)
-        staged = stage(store, cursor + 1, with_records=False)
+        staged, kept = stage(store, cursor + 1, with_records=False)
         for _ in range(2):
             with suppress(CheckpointError):
-                store.publish(IDENTITY, cursor + 1, LAYER_COUNT, staged)
+                store.publish(IDENTITY, cursor + 1, LAYER_COUNT, staged, kept=kept)
                 progress.acknowledged = max(progress.acknowledged, cursor + 1)
                 return True
     except CheckpointError:
@@ -69,14 +84,23 @@ def new_root() -> tuple[Machine, Progress]:
     return Machine(), Progress()
 
 
-def in_use() -> tuple[Machine, Progress]:
-    """A root that holds three generations, the first of them swept, and everything in it durable."""
+def in_use(generations: int = 4) -> tuple[Machine, Progress]:
+    """A root that was published so often, all but the last two of them swept, and everything in it durable.
+
+    With pages of two names it has one page, and the next generation writes another.
+    """
     machine, progress = new_root()
     disk = RecordingDisk(machine)
     with repeatable(0xFEED):
-        publishing(3, with_records=False)(disk, progress)
+        publishing(generations, with_records=False)(disk, progress)
     disk.kill()
     return Machine(machine.visible_state()), progress
+
+
+def in_use_without_pages() -> tuple[Machine, Progress]:
+    """As `in_use`, by a program that knows no pages: every manifest is of version 1."""
+    with small_pages(1000):
+        return in_use()
 
 
 Root = Callable[[], tuple[Machine, Progress]]
@@ -130,15 +154,38 @@ def after_power_failures(explorer: Explorer, root: Root) -> int:
     return len(first.found)
 
 
-def after_damage(explorer: Explorer, path: str) -> None:
-    """Two sessions on a root in which the first file that begins with `path`, the newest of its kind, is spoiled."""
+def in_one_session_that_dissolves(explorer: Explorer, step: int) -> RecordingDisk:
+    """One session on a root in use, in whose second generation the pages go and in whose third they are written again.
+
+    With `step` 1 these are the same, over the ones that an older generation still needs; with -1 they are others.
+    """
     machine, progress = in_use()
+    return explorer.explore(machine, publishing(4, with_records=False, step=step), progress)
+
+
+def after_damage(explorer: Explorer, path: str) -> None:
+    """Two sessions on a root in which one file is spoiled: the newest page, or the last one whose name begins with `path`."""
+    machine, progress = in_use(5 if path == "page" else 4)  # the page that the last generation wrote
     state = machine.visible_state()
-    spoiled = max(name for name, _, content in state if name.startswith(path) and content is not None)
-    machine = Machine(tuple((name, number, b"x" if name == spoiled else held) for name, number, held in state))
+    if path == "page":
+        spoiled = newest_page(state)
+    else:
+        spoiled = max(name for name, _, content in state if name.startswith(path) and content is not None)
+    machine = Machine(
+        tuple((name, number, b"x" * len(held or b"") if name == spoiled else held) for name, number, held in state)
+    )
     progress.acknowledged -= 1
     for name in (1, 2):
         explorer.explore(machine, publishing(2, with_records=False), progress, name=name)
+
+
+def newest_page(state: State) -> str:
+    """The last page of the newest manifest, which no older manifest names."""
+    files = {name: held for name, _, held in state if held is not None}
+    newest, *older = (files[name] for name in sorted(files, reverse=True) if name.startswith("generations/"))
+    sha256: str = json.loads(newest)["pages"][-1]["sha256"]
+    assert not any(sha256.encode() in manifest for manifest in older)
+    return f"objects/{sha256}"
 
 
 def in_one_session_with_scratch(explorer: Explorer) -> Progress:

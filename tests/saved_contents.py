@@ -2,7 +2,8 @@
 
 A history publishes one generation for each finished layer. Its objects are chosen to be awkward: layers 0 and 2 hold the same bytes,
 so that one object has two names in a manifest and is published again over itself; the continuation goes through three
-contents in turn, so that an object is swept and later comes back under the same name.
+contents in turn, so that an object is swept and later comes back under the same name. `small_pages` makes pages so small that a
+few generations fill some.
 """
 
 from collections.abc import Iterator
@@ -47,29 +48,47 @@ class Pieces:
 
 def contents(cursor: int, *, with_records: bool = True) -> Contents:
     """Everything that the generation after `cursor` finished layers must hold, byte for byte."""
-    held: Contents = {("continuation", "hidden.00000"): f"hidden states, content {cursor % 3}".encode()}
+    held: Contents = {}
     for layer in range(cursor):
         held["layer", f"layers.{layer}"] = f"weights of layer {layer % 2} in pieces".encode()
         if with_records:
             held["record", f"key-{layer}"] = f'{{"layer": {layer}}}'.encode()
+    held["continuation", "hidden.00000"] = f"hidden states, content {cursor % 3}".encode()
     return held
 
 
-def stage(store: CheckpointStore, cursor: int, *, with_records: bool = True) -> list[ObjectRef]:
-    """Everything that the generation after `cursor` layers names: what `store` has pinned or published, and the rest anew."""
+@contextmanager
+def small_pages(objects: int) -> Iterator[None]:
+    """Pages that are full with so many names, instead of a layer count that no test of every crash could afford."""
+    with patch("checkpoint_store.pages.PAGE_OBJECTS", objects):
+        yield
+
+
+def stage(store: CheckpointStore, cursor: int, *, with_records: bool = True) -> tuple[list[ObjectRef], int]:
+    """What the generation after `cursor` layers names: objects staged anew, and how many of those before stay in front."""
     pinned = store.pin(accept)
-    named: dict[tuple[str, str], ObjectRef] = {}
-    if pinned is not None:
-        named = {(ref.role, ref.key): ref for ref in pinned.objects if ref.role != "continuation"}
-    for (role, key), data in contents(cursor, with_records=with_records).items():
-        if (role, key) not in named:
-            named[role, key] = store.stage(role, key, Pieces(data))
-    return list(named.values())
+    kept = [ref for ref in pinned.objects if ref.role != "continuation"] if pinned is not None else []
+    assert pinned is None or tuple(kept) == pinned.objects[: len(kept)]
+    named = {(ref.role, ref.key) for ref in kept}
+    return [
+        store.stage(role, key, Pieces(data))
+        for (role, key), data in contents(cursor, with_records=with_records).items()
+        if (role, key) not in named
+    ], len(kept)
 
 
 def save(store: CheckpointStore, cursor: int, *, with_records: bool = True) -> None:
     """Publish the generation after `cursor` layers on top of what `store` has pinned or published before."""
-    store.publish(IDENTITY, cursor, LAYER_COUNT, stage(store, cursor, with_records=with_records))
+    objects, kept = stage(store, cursor, with_records=with_records)
+    store.publish(IDENTITY, cursor, LAYER_COUNT, objects, kept=kept)
+
+
+def save_dissolving(store: CheckpointStore, cursor: int, step: int) -> None:
+    """As `save`, and all is named inline again, in the same order (`step` 1) or the other way round (-1)."""
+    objects, kept = stage(store, cursor, with_records=False)
+    pinned = store.pin(accept)
+    before = pinned.objects[:kept] if pinned is not None else ()
+    store.publish(IDENTITY, cursor, LAYER_COUNT, [*before[::step], *objects])
 
 
 def accept(identity: dict[str, Any]) -> None:

@@ -17,11 +17,19 @@ from pathlib import Path
 import pytest
 from crash_histories import in_use, publishing
 from recording_disk import Operation, RecordingDisk
-from saved_contents import contents, load, open_reader, open_writer, save
+from saved_contents import contents, load, open_reader, open_writer, save, small_pages
 
 from checkpoint_store import lock
 from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointError, StoreLocked
+
+
+@pytest.fixture(autouse=True)
+def pages_of_two_names() -> Iterator[None]:
+    """So that the publishes on the disk in memory write some."""
+    with small_pages(2):
+        yield
+
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = """
@@ -266,7 +274,7 @@ def test_a_reader_at_any_moment_of_publishes_and_sweeps_finds_a_whole_generation
 
     disk.after = read
     publishing(3, with_records=False)(disk, progress)
-    assert progress.acknowledged == 6 and len(disk.operations) > 200
+    assert progress.acknowledged == 7 and len(disk.operations) > 200
 
 
 @READERS
@@ -310,7 +318,7 @@ def test_publishes_and_sweeps_at_any_moment_of_a_reader_leave_it_a_whole_generat
         reader = open_reader(disk)
         cursor, held = load(reader)
         reader.close()
-        assert held == contents(cursor, with_records=False) and 3 <= cursor <= 6, f"published at operation {number}"
+        assert held == contents(cursor, with_records=False) and 4 <= cursor <= 7, f"published at operation {number}"
         is_over = not published
         number += 1
     assert number > 20
@@ -321,7 +329,7 @@ def test_a_sweep_waits_for_readers_and_catches_up_when_they_are_gone():
     reader = open_reader(RecordingDisk(machine))
     publishing(3, with_records=False)(RecordingDisk(machine), progress)
     kept = len([path for path, _, _ in machine.visible_state() if path.startswith("generations/")])
-    assert load(reader) == (3, contents(3, with_records=False))
+    assert load(reader) == (4, contents(4, with_records=False))
     reader.close()
     store = open_writer(RecordingDisk(machine))
     store.sweep()
@@ -347,7 +355,7 @@ def test_a_second_writer_at_any_moment_of_the_first_is_refused_and_changes_nothi
 
     disk.after = intrude
     publishing(1, with_records=False)(disk, progress)
-    assert progress.acknowledged == 4 and len(refused) > 80
+    assert progress.acknowledged == 5 and len(refused) > 80
 
 
 def test_a_root_changed_by_another_program_under_the_lock_is_told_and_nothing_is_published_over_it():
@@ -357,8 +365,8 @@ def test_a_root_changed_by_another_program_under_the_lock_is_told_and_nothing_is
     file = machine.root.visible["CURRENT"]
     file.change("write", 0, b"X")
     with pytest.raises(CheckpointError, match="changed by another program"):
-        save(store, 4, with_records=False)
+        save(store, 5, with_records=False)
     store.close()
     reader = open_reader(RecordingDisk(machine))
-    assert load(reader)[0] == 2, "CURRENT is damaged and the spare pointer leads on"
+    assert load(reader)[0] == 3, "CURRENT is damaged and the spare pointer leads on"
     reader.close()

@@ -18,7 +18,7 @@ from crash_states import Machine, State
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recording_disk import RecordingDisk
-from saved_contents import contents, load, open_reader, open_writer, repeatable, save
+from saved_contents import contents, load, open_reader, open_writer, repeatable, save, small_pages
 
 from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointDamaged, CheckpointError, UnknownFormat
@@ -31,7 +31,7 @@ REPEATABLE = settings(deadline=None, derandomize=True)
 def saved() -> State:
     machine = Machine()
     disk = RecordingDisk(machine)
-    with repeatable(1):
+    with repeatable(1), small_pages(2):
         store = open_writer(disk)
         for cursor in range(1, GENERATIONS + 1):
             save(store, cursor)
@@ -43,6 +43,11 @@ SAVED = saved()
 FILES = {path: content for path, _, content in SAVED if content is not None and not path.endswith(".lock")}
 NEWEST, SPARE = (json.loads(FILES[name].splitlines()[0])["generations"] for name in ("CURRENT", "CURRENT.prev"))
 MANIFESTS = {cursor: f"generations/{NEWEST[GENERATIONS - cursor]['manifest']}" for cursor in (2, 3)}
+PAGES = {
+    cursor: [f"objects/{page['sha256']}" for page in json.loads(FILES[path])["pages"]]
+    for cursor, path in MANIFESTS.items()
+}
+assert len(PAGES[2]) == 1 and len(PAGES[3]) == 2
 CONTINUATIONS = {
     cursor: f"objects/{hashlib.sha256(contents(cursor)['continuation', 'hidden.00000']).hexdigest()}"
     for cursor in (2, 3)
@@ -83,7 +88,7 @@ ALL_GOOD, OLDER, LOST = (3, 3), (2, 2), (CheckpointDamaged, CheckpointDamaged)
 
 def expected(path: str) -> tuple[int | type, int | type]:
     """What must come of any damage to one file."""
-    if path in (MANIFESTS[3], CONTINUATIONS[3]):
+    if path in (MANIFESTS[3], CONTINUATIONS[3], PAGES[3][1]):
         return OLDER
     if path in ("CURRENT.prev", MANIFESTS[2], CONTINUATIONS[2]):
         return ALL_GOOD
@@ -91,8 +96,8 @@ def expected(path: str) -> tuple[int | type, int | type]:
         return OLDER  # by the spare pointer
     if path == "FORMAT":
         return LOST
-    needed_by_older = {hashlib.sha256(data).hexdigest() for data in contents(2).values()}
-    return LOST if path.removeprefix("objects/") in needed_by_older else OLDER
+    needed_by_older = {f"objects/{hashlib.sha256(data).hexdigest()}" for data in contents(2).values()} | {*PAGES[2]}
+    return LOST if path in needed_by_older else OLDER
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -265,7 +270,7 @@ def test_a_newer_format_is_told_as_such_and_nothing_older_is_taken_for_it():
     newer = [
         with_file("FORMAT", sealed(changed(FILES["FORMAT"].splitlines()[0], ("v",), 2))),
         with_file("CURRENT", sealed(changed(FILES["CURRENT"].splitlines()[0], ("v",), 2))),
-        with_manifest(canonical(changed(FILES[MANIFESTS[3]], ("min_reader",), 2))),
+        with_manifest(canonical(changed(FILES[MANIFESTS[3]], ("min_reader",), 3))),
     ]
     for state in newer:
         assert found(state) == (UnknownFormat, UnknownFormat)
@@ -280,6 +285,91 @@ def test_an_oversized_pointer_or_manifest_is_not_read():
 def test_a_pointer_of_another_root_is_refused():
     current = changed(FILES["CURRENT"].splitlines()[0], ("root_id",), "f" * 32)
     assert found(with_file("CURRENT", sealed(current))) == OLDER
+
+
+def with_page(raw: bytes, index: int = 1) -> State:
+    """The newest generation with `raw` as one of its pages, named and hashed as if a writer had published it."""
+    sha256 = hashlib.sha256(raw).hexdigest()
+    manifest = changed(FILES[MANIFESTS[3]], ("pages", index), {"sha256": sha256, "size": len(raw)})
+    return with_file(f"objects/{sha256}", raw, with_manifest(canonical(manifest)))
+
+
+def test_a_page_put_in_the_place_of_itself_changes_nothing():
+    assert found(with_page(FILES[PAGES[3][1]])) == ALL_GOOD
+
+
+@pytest.mark.parametrize("value", [..., *TRICKS, "A" * 64, "0" * 64], ids=repr)
+def test_a_page_that_is_named_by_something_else_or_names_something_else_than_an_object_is_refused(value: Any):
+    assert found(with_manifest(canonical(changed(FILES[MANIFESTS[3]], ("pages", 0, "sha256"), value)))) == OLDER
+    assert found(with_page(canonical(changed(FILES[PAGES[3][1]], ("objects", 0, "sha256"), value)))) == OLDER
+
+
+@pytest.mark.parametrize("value", [..., *SIZES, 2**62, 0, 1], ids=repr)
+def test_absurd_sizes_of_a_page_or_in_one_are_refused(value: Any):
+    assert found(with_manifest(canonical(changed(FILES[MANIFESTS[3]], ("pages", 0, "size"), value)))) == OLDER
+    assert found(with_page(canonical(changed(FILES[PAGES[3][1]], ("objects", 0, "size"), value)))) == OLDER
+
+
+NAMES = json.loads(FILES[PAGES[3][1]])["objects"]
+PAGE_AS_OBJECT = {"role": "page", "key": "00000", "sha256": PAGES[3][0][8:], "size": len(FILES[PAGES[3][0]])}
+REFUSED_PAGES = {
+    "names a page": canonical({"objects": [NAMES[0], PAGE_AS_OBJECT]}),
+    "names one object twice": canonical({"objects": [NAMES[0], NAMES[0]]}),
+    "names what the page before names": FILES[PAGES[3][0]].replace(b'{"objects"', b'{"more":1,"objects"'),
+    "names an object of the manifest": canonical({"objects": json.loads(FILES[MANIFESTS[3]])["objects"]}),
+    "gives one object two sizes": canonical(
+        {"objects": [NAMES[0], {**NAMES[1], **NAMES[0], "key": "other", "size": 1}]}
+    ),
+    "gives its fellow another size": canonical(
+        {"objects": [NAMES[0], {**NAMES[1], "sha256": PAGES[3][0][8:], "size": 1}]}
+    ),
+    "names nothing": canonical({"objects": []}),
+    "names too many": canonical({"objects": [{**NAMES[0], "key": str(number)} for number in range(1025)]}),
+    "is too large": canonical({"objects": [{**NAMES[0], "key": "x" * (1 << 20)}]}),
+    "has a duplicate key": FILES[PAGES[3][1]].replace(b'"role":', b'"role":"layer","role":', 1),
+    "is no object": canonical(NAMES),
+    "is no JSON": b"{",
+    "is empty": b"",
+    "is nested for ever": b"[" * 100_000,
+    "holds a list of another kind": canonical({"objects": {"0": NAMES[0]}}),
+}
+
+
+@pytest.mark.parametrize("raw", REFUSED_PAGES.values(), ids=REFUSED_PAGES)
+def test_a_page_with_a_right_hash_and_a_wrong_content_is_damage_of_its_generation(raw: bytes):
+    assert found(with_page(raw)) == OLDER
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [5, {}, "x", None, [5], [None], [{}], [{"sha256": PAGES[3][0][8:], "size": len(FILES[PAGES[3][0]])}] * 2],
+    ids=repr,
+)
+def test_a_list_of_pages_of_another_shape_or_with_one_twice_is_refused(pages: Any):
+    assert found(with_manifest(canonical(changed(FILES[MANIFESTS[3]], ("pages",), pages)))) == OLDER
+
+
+def test_pages_that_the_manifests_own_version_does_not_know_are_refused():
+    """A program of version 1 would not see them, and take the generation for one of fewer layers."""
+    assert found(with_manifest(canonical(changed(FILES[MANIFESTS[3]], ("min_reader",), 1)))) == OLDER
+
+
+@REPEATABLE
+@given(st.data())
+def test_any_value_anywhere_in_a_page_gives_a_result_or_a_named_error(data: st.DataObject):
+    path = ("objects",)
+    if data.draw(st.booleans()):
+        path += (data.draw(st.integers(0, 1)), data.draw(st.sampled_from(["role", "key", "sha256", "size"])))  # type: ignore[assignment]
+    state = with_page(canonical(changed(FILES[PAGES[3][1]], path, data.draw(st.just(...) | JSON_VALUES))))
+    outcome = []
+    for opening in (open_reader, open_writer):
+        store = opening(RecordingDisk(Machine(state)))
+        pinned = store.pin(lambda identity: None)
+        assert pinned is not None
+        outcome.append(pinned.cursor)
+        for ref in pinned.objects:
+            assert hashlib.sha256(pinned.view(ref)).hexdigest() == ref.sha256
+    assert outcome[0] == outcome[1] in (2, 3)
 
 
 JSON_VALUES = st.recursive(

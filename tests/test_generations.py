@@ -23,10 +23,19 @@ from checkpoint_store.generations import (
     encode_manifest,
 )
 from checkpoint_store.objects import ObjectRef
+from checkpoint_store.pages import Page
 
 ROOT_ID = "0123456789abcdef" * 2
 LAYER = ObjectRef("layer", "model.layers.0", "a" * 64, 7)
 MANIFEST = Manifest(3, None, {"source": {"x": 1.5}}, 1, 2, (LAYER,), "run", "2026-01-01T00:00:00Z")
+
+
+def no_pages(ref: ObjectRef) -> Page:
+    raise AssertionError(f"{ref} is read, and the manifest names no page")
+
+
+def decode_alone(raw: bytes, what: str) -> Manifest:
+    return decode_manifest(raw, what, no_pages)
 
 
 def sealed(line: bytes) -> bytes:
@@ -84,7 +93,7 @@ def test_what_is_encoded_is_decoded_equal(identity, names, run_id):
     )
     manifest = Manifest(1, None, identity, 0, 5, refs, run_id, "now")
     entry, raw = encode_manifest(manifest)
-    assert decode_manifest(raw, "m") == manifest
+    assert decode_manifest(raw, "m", no_pages) == manifest
     current = Current(ROOT_ID, "writer", (entry,))
     assert decode_current(encode_current(current), "CURRENT") == current
     assert decode_format(encode_format(ROOT_ID), "FORMAT") == ROOT_ID
@@ -110,7 +119,7 @@ def test_every_change_of_a_sealed_file_is_damage(data):
 
 @given(raw=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_no_bytes_make_the_parsers_fail_with_anything_but_a_named_error(raw):
-    for decode in (decode_manifest, decode_current, decode_format):
+    for decode in (decode_alone, decode_current, decode_format):
         for given_bytes in (raw, sealed(raw)):
             with pytest.raises((CheckpointDamaged, UnknownFormat)):
                 decode(given_bytes, "file")
@@ -138,7 +147,7 @@ def test_no_bytes_make_the_parsers_fail_with_anything_but_a_named_error(raw):
 def test_a_manifest_with_a_right_hash_and_a_wrong_content_is_damage(changes, why):
     _, raw = encode_manifest(MANIFEST)
     with pytest.raises(CheckpointDamaged, match=why):
-        decode_manifest(canonical({**json.loads(raw), **changes}), "m")
+        decode_manifest(canonical({**json.loads(raw), **changes}), "m", no_pages)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,7 @@ def test_a_manifest_with_a_right_hash_and_a_wrong_content_is_damage(changes, why
 )
 def test_what_is_not_strict_json_is_damage(text):
     with pytest.raises(CheckpointDamaged):
-        decode_manifest(text.encode(), "m")
+        decode_manifest(text.encode(), "m", no_pages)
 
 
 def test_a_path_in_current_is_damage():
@@ -170,12 +179,12 @@ def test_a_newer_version_is_told_as_such_and_not_as_damage():
     for decode, raw in (
         (decode_current, resealed(encode_current(Current(ROOT_ID, "w", (entry,))), v=2)),
         (decode_format, resealed(encode_format(ROOT_ID), v=2)),
-        (decode_manifest, canonical({**json.loads(raw_manifest), "v": 2, "min_reader": 2})),
+        (decode_alone, canonical({**json.loads(raw_manifest), "v": 3, "min_reader": 3})),
     ):
         with pytest.raises(UnknownFormat, match="update prefect-quantize"):
             decode(raw, "file")
     # A later writer may say that this reader still understands it.
-    assert decode_manifest(canonical({**json.loads(raw_manifest), "v": 2, "more": 1}), "m") == MANIFEST
+    assert decode_manifest(canonical({**json.loads(raw_manifest), "v": 3, "more": 1}), "m", no_pages) == MANIFEST
 
 
 def test_a_file_that_would_be_too_large_to_read_is_not_written():

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from saved_contents import contents, load, open_reader, open_writer, save
+from saved_contents import contents, load, open_reader, open_writer, save, small_pages
 
 from checkpoint_store.disk import Disk
 from checkpoint_store.errors import StorageFull
@@ -86,10 +86,11 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
 
 def root_with(tmp_path: Path, cursor: int, name: str = "root") -> Path:
     root = tmp_path / name
-    store = open_writer(Disk(), str(root))
-    for following in range(1, cursor + 1):
-        save(store, following)
-    store.close()
+    with small_pages(2):
+        store = open_writer(Disk(), str(root))
+        for following in range(1, cursor + 1):
+            save(store, following)
+        store.close()
     return root
 
 

@@ -14,21 +14,40 @@ from unittest.mock import patch
 
 import pytest
 from crash_explorer import Explorer, LostProgress
-from crash_histories import FAULTS, after_failures, after_kills, in_one_session, in_use, new_root, publishing
+from crash_histories import (
+    FAULTS,
+    after_damage,
+    after_failures,
+    after_kills,
+    in_one_session,
+    in_one_session_that_dissolves,
+    in_use,
+    new_root,
+    publishing,
+)
 from crash_states import SCRATCH_PREFIX, File, Machine
 from recording_disk import RecordingDisk
-from saved_contents import contents, load, open_reader, repeatable
+from saved_contents import contents, load, open_reader, repeatable, small_pages
 
 from checkpoint_store import garbage
 from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointDamaged
 from checkpoint_store.failures import writing
-from checkpoint_store.generations import Current, encode_current
+from checkpoint_store.generations import Current, encode_current, read_small
 from checkpoint_store.objects import write_object
 from checkpoint_store.root import CURRENT, GENERATIONS, OBJECTS, Root
 
 Step = tuple[str, str]
-BEGINNINGS = {b'{"created_utc"': "manifest", b'{"generations"': "CURRENT", b'{"format"': "FORMAT"}
+BEGINNINGS = {
+    b'{"created_utc"': "manifest",
+    b'{"generations"': "CURRENT",
+    b'{"format"': "FORMAT",
+    b'{"objects"': "page",
+}
+
+
+def what_begins(content: bytes) -> str:
+    return next((what for start, what in BEGINNINGS.items() if content.startswith(start)), "object")
 
 
 class BuggyDisk(RecordingDisk):
@@ -46,8 +65,7 @@ class BuggyDisk(RecordingDisk):
         handle = self._handle(descriptor)
         if not isinstance(handle.inode, File):
             return "sync_directory", handle.path or "root"
-        content = handle.inode.visible
-        return "sync", next((what for start, what in BEGINNINGS.items() if content.startswith(start)), "object")
+        return "sync", what_begins(handle.inode.visible)
 
     def _sync(self, descriptor: int, sync: Callable[[int], None]) -> None:
         step = self._sync_step(descriptor)
@@ -100,6 +118,36 @@ class SpareNotSynced(BuggyDisk):
         last = self.operations[-1]
         if not (last.name == "unlink" and last.path.startswith(SCRATCH_PREFIX)):
             super().sync_directory(directory)
+
+
+class PageAfterTheSync(BuggyDisk):
+    """The directory of objects is synced just before a page is renamed into it, and not after."""
+
+    is_synced = False
+
+    def rename(self, from_directory: int, name: str, to_directory: int, new_name: str) -> None:
+        renamed = self._entry(from_directory, name)
+        if isinstance(renamed, File) and what_begins(renamed.visible) == "page":
+            super().sync_directory(to_directory)
+            self.is_synced = True
+        super().rename(from_directory, name, to_directory, new_name)
+
+    def sync_directory(self, directory: int) -> None:
+        if not (self.is_synced and self._handle(directory).path == OBJECTS):
+            super().sync_directory(directory)
+        self.is_synced = self.is_synced and self._handle(directory).path != OBJECTS
+
+
+def write_page_unless_present(
+    disk: Disk, attempt: int, temporary: str, objects: int, payload: Any, counters: Any
+) -> Any:
+    data = b"".join(payload.views())
+    if what_begins(data) == "page":
+        with suppress(FileNotFoundError):
+            sha256 = hashlib.sha256(data).hexdigest()
+            disk.stat(objects, sha256)
+            return sha256, len(data)
+    return write_object(disk, attempt, temporary, objects, payload, counters)
 
 
 def write_unless_present(disk: Disk, attempt: int, temporary: str, objects: int, payload: Any, counters: Any) -> Any:
@@ -163,6 +211,18 @@ def collect_what_is_listed_too(root: Root, manifests: set[str], objects: set[str
     return garbage.collect_named(root, manifests | set(sorted(root.names(GENERATIONS))[:-1]), objects)
 
 
+def collect_pages_of_older_ones_too(root: Root, manifests: set[str], objects: set[str]) -> Any:
+    """Kept are the pages that the newest manifest names."""
+    newest = read_small(root.disk, root.generations, max(root.names(GENERATIONS)), 1 << 20, "newest")
+    pages = {
+        name
+        for name in root.names(OBJECTS)
+        if what_begins(read_small(root.disk, root.objects, name, 1 << 20, name)) == "page"
+        and name.encode() not in newest
+    }
+    return garbage.collect_named(root, manifests, objects | pages)
+
+
 def in_a_session(door: type[RecordingDisk]) -> None:
     in_one_session(Explorer(with_records=False, door=door), 4)
 
@@ -172,8 +232,20 @@ def after_a_kill(door: type[RecordingDisk]) -> None:
 
 
 def after_a_failure(door: type[RecordingDisk]) -> None:
-    for root in (new_root, in_use):
-        after_failures(Explorer(with_records=False, is_faulty=True, door=door), root, FAULTS["EIO"])
+    after_failures(Explorer(with_records=False, is_faulty=True, door=door), new_root, FAULTS["EIO"])
+    after_a_failure_in_use(door)
+
+
+def after_a_failure_in_use(door: type[RecordingDisk]) -> None:
+    after_failures(Explorer(with_records=False, is_faulty=True, door=door), in_use, FAULTS["EIO"])
+
+
+def after_damage_to_a_page(door: type[RecordingDisk]) -> None:
+    after_damage(Explorer(with_records=False, is_damaged=True, door=door), "page")
+
+
+def where_pages_are_dissolved(door: type[RecordingDisk]) -> None:
+    in_one_session_that_dissolves(Explorer(with_records=False, door=door), step=1)
 
 
 @dataclass(frozen=True)
@@ -243,12 +315,35 @@ BUGS = [
         "a listed generation goes with one that fell off the list",
         instead={f"{STORE}.collect_named": collect_what_is_listed_too},
     ),
+    Bug("pages are not synced", dropping("sync", "page")),
+    Bug(
+        "pages are renamed before they are synced",
+        deferring(("sync", "page"), ("rename", "objects")),
+        shows=where_pages_are_dissolved,
+    ),
+    Bug("a page is named before its own name is durable", PageAfterTheSync),
+    Bug(
+        "a page that is there is trusted, though its sync failed",
+        instead={f"{STORE}.write_object": write_page_unless_present},
+        shows=after_a_failure_in_use,
+    ),
+    Bug(
+        "a page of a damaged generation is named again unread",
+        instead={f"{STORE}.write_object": write_page_unless_present},
+        shows=after_damage_to_a_page,
+    ),
+    Bug(
+        "a sweep keeps the pages of the newest generation only",
+        instead={f"{STORE}.collect_named": collect_pages_of_older_ones_too},
+        shows=where_pages_are_dissolved,
+    ),
 ]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
 def test_a_planted_bug_is_caught(bug: Bug):
     with ExitStack() as planted:
+        planted.enter_context(small_pages(2))
         for name, function in bug.instead.items():
             planted.enter_context(patch(name, function))
         assert_only_a_crash_shows_it(bug.door)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved_contents import contents, load, open_reader, open_writer, save
+from saved_contents import contents, load, open_reader, open_writer, save, small_pages
 
 from checkpoint_store.disk import Disk
 
@@ -27,6 +27,13 @@ GENERATIONS = 4
 OPTIONS = "data=writeback,noauto_da_alloc,commit=600,errors=remount-ro"
 
 Tell = Callable[[], None]
+
+
+@pytest.fixture(autouse=True)
+def pages_of_two_names() -> Iterator[None]:
+    """So that the third and the fourth generation write one each."""
+    with small_pages(2):
+        yield
 
 
 def run(*command: str | Path) -> None:

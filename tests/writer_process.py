@@ -1,7 +1,7 @@
 """A real writer, as a process that tests stop, kill and starve: `python tests/writer_process.py`.
 
 It imports the store once and then, for each line `ROOT PROGRESS GENERATIONS FILE_SIZE_LIMIT` on its input, forks a child that stops
-itself, and when it is continued opens ROOT and publishes GENERATIONS more generations. The child leaves the cursor that it
+itself, and when it is continued opens ROOT and publishes GENERATIONS more generations, with pages of two names. The child leaves the cursor that it
 publishes next, and the last one acknowledged, in the first two bytes of the file PROGRESS, through a mapping, so that telling
 them is no system call. The parent writes the child's process id, and when it has ended how: `killed N`, or its exit status (0 done, 3 a
 named error, 4 anything else).
@@ -17,13 +17,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from saved_contents import load, open_writer, save
+from saved_contents import load, open_writer, save, small_pages
 
 from checkpoint_store.disk import Disk
 from checkpoint_store.errors import CheckpointError
 
 
 def publish(root: str, progress: mmap.mmap, generations: int) -> None:
+    with small_pages(2):
+        _publish(root, progress, generations)
+
+
+def _publish(root: str, progress: mmap.mmap, generations: int) -> None:
     store = open_writer(Disk(), root)
     cursor, _ = load(store)
     for following in range(cursor + 1, cursor + generations + 1):
