@@ -83,6 +83,9 @@ SETTINGS = (
     Setting("awq 4 bit g64 symmetric", AWQConfig(group_size=64, sym=True)),
     Setting("paroquant 4 bit g64", ParoQuantConfig(group_size=64)),
     Setting("gptq 4 bit g64 with adapter", GPTQConfig(group_size=64), adapter=EoRAConfig()),
+    Setting(
+        "gptq 4 bit g64 with gptaq and adapter", GPTQConfig(group_size=64, gptaq=GPTAQConfig()), adapter=EoRAConfig()
+    ),
     Setting("awq 4 bit g64 with adapter", AWQConfig(group_size=64), adapter=EoRAConfig()),
 )
 # GPTQModel's figure for the source, on the same text.

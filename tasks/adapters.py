@@ -5,8 +5,9 @@ their adapters. So the quantized model's bytes are those of a job without an ada
 states runs beside the first. One that goes through base and adapter brought nothing: KL divergence 0.0344 instead of 0.0326
 with the adapter, 0.0515 instead of 0.0509 without (six layers of SmolLM2-135M, GPTQ 4 bit in groups of 64, rank 32).
 
-What is taken back is measured from the weights that the quantized ones are to be like: the source's, or with GPTAQ those
-that make of the quantized model's inputs what the unquantized model made of its own; else the adapter would undo GPTAQ.
+What is taken back is measured from the source's weights, with GPTAQ too, although that aims at others: where each layer
+has its adapter, inputs are nearly the unquantized model's, and what GPTAQ made up for is too much. The whole of SmolLM2-135M,
+as above: perplexity 21.125 and KL divergence 0.0778; measured from what GPTAQ aims at 21.897 and 0.0971.
 """
 
 import copy

@@ -323,16 +323,9 @@ class Shard:
             quantized: dict[str, Any] = {name: work.quantized[name] for name in subset}
             costs = {name: self.shapes[name][0] * self.shapes[name][1] for name in subset}
             for name in shares(costs, work.device_count)[self.number]:
-                work.adapter.compensate(name, self._aim(module, name, subset), quantized[name].dequantize())
+                work.adapter.compensate(name, weight_of(module, name), quantized[name].dequantize())
         if self.run.scheme.is_sequential:
             self._put_quantized(module, subset)
-
-    def _aim(self, module: nn.Module, name: str, subset: tuple[str, ...]) -> Tensor:
-        """The weights that a module's quantized ones are to be like."""
-        weight_NK = weight_of(module, name)
-        if self.run.streams == 1 or self.work.outcomes[subset].method == "rtn":
-            return weight_NK
-        return self._scheme_of(subset).aim(weight_NK, self._state_here())
 
     def _put_quantized(self, module: nn.Module, subset: tuple[str, ...]) -> None:
         quantized: dict[str, Any] = self.work.quantized

@@ -219,10 +219,6 @@ class Scheme:
     def check(self, weight_NK: Tensor) -> None:
         """WeightError for weights that no unit of rows could be quantized from."""
 
-    def aim(self, weight_NK: Tensor, state: Any) -> Tensor:
-        """What the quantized rows of these weights are to be like."""
-        return weight_NK
-
     def quantize_unit(self, weight_NK: Tensor, state: Any) -> UnitRows:
         """Some rows of a subset, on the CPU; HessianError when these can't be quantized with this state."""
         raise NotImplementedError(f"method `{self.config.method}` quantizes whole modules")
@@ -402,9 +398,6 @@ class HessianScheme(Scheme):
     def factor(self, total: Any) -> gptq.Factor:
         """What rows are quantized with; the sum is used up."""
         return gptq.factor_hessian(total.hessian(), self.factoring)
-
-    def aim(self, weight_NK: Tensor, state: Any) -> Tensor:
-        return weight_NK if state is None else state.aim(weight_NK)
 
     def prepare(self, total: Any, all_tokens: int, name: str) -> Prepared:
         tokens = total.tokens if total is not None else 0

@@ -238,26 +238,25 @@ def test_without_a_share_the_layer_is_that_of_gptq(options: dict[str, Any], mode
     assert_equal(packed, plain)
 
 
-def test_an_adapter_takes_back_what_is_left_of_what_was_aimed_at(model: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_measured_from_the_sources_weights_on_the_quantized_models_inputs(
+    model: Path, tmp_path: Path
+) -> None:
     job = tiny_job(model, tmp_path, quantization=GPTAQ, calibration=ONE_A_BATCH)
     job = job.model_copy(update={"adapter": EoRAConfig(rank=16)})
     with open_run(job) as run:
         go_through(run, 2)
-        quantized, original = halves(run)
+        quantized, _ = halves(run)
         work, errors = run_shards(run, 2)
         assert errors == [] and work.adapter is not None
         name = "self_attn.q_proj"
         layer = run.decoder.materialise(2, "cpu")
         inputs, _ = forward(run, 2, layer, quantized)
-        original_inputs, _ = forward(run, 2, layer, original)
         weight_NK, made = layer.get_submodule(name).weight, work.adapter.modules[name]
-    x_TK, original_TK = torch.cat(inputs[name]), torch.cat(original_inputs[name])
-    factor = gptq.factor_hessian(2 / len(x_TK) * x_TK.T @ x_TK, GPTAQ)
-    factor = gptaq.with_shift(factor, 2 / len(x_TK) * (original_TK - x_TK).T @ x_TK, 0.5)
-    left_NK = factor.aim(weight_NK) - work.quantized[name].dequantize() - made.b_NR.float() @ made.a_RK.float()
-    error = float((x_TK @ left_NK.T).double().square().mean())
-    assert made.loss == pytest.approx(error, rel=0.01)
-    assert all(made.loss < work.quantized[name].loss for name, made in work.adapter.modules.items())
+    x_TK, lost_NK = torch.cat(inputs[name]), weight_NK - work.quantized[name].dequantize()
+    left_NK = lost_NK - made.b_NR.float() @ made.a_RK.float()
+    assert made.loss == pytest.approx(float((x_TK @ left_NK.T).double().square().mean()), rel=0.01)
+    assert made.loss < 0.9 * float((x_TK @ lost_NK.T).double().square().mean())
+    assert work.adapter.modules.keys() == work.quantized.keys()
 
 
 def test_rules_leave_modules_or_give_them_settings_in_both_models(model: Path, tmp_path: Path) -> None:
