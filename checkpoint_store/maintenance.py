@@ -29,9 +29,9 @@ logger = getLogger(__name__)
 
 
 def status(path: str | Path, disk: Disk | None = None) -> dict[str, Any]:
-    """What is published and how much room it takes, as JSON; nothing is locked, written or hashed.
+    """What is published and how much room it takes, as JSON; nothing is locked or written.
 
-    Objects are looked at by size only: `verify` reads them.
+    Manifests and their pages are read; objects are looked at by size only: `verify` reads them.
     """
     _refuse_absent(path, disk)
     with CheckpointStore.open(path, mode="read", disk=disk) as store:

@@ -24,7 +24,7 @@ DIGEST_AND_SIZE = attrgetter("sha256", "size")
 
 @dataclass(frozen=True)
 class Page:
-    """A page that was read and verified, or written; manifests in a row share it."""
+    """A page that was read and verified, or written; the manifests that one writer publishes share it."""
 
     ref: ObjectRef
     objects: tuple[ObjectRef, ...]

@@ -67,7 +67,7 @@ def _legible_manifests(root: Root) -> list[tuple[Entry, Manifest, list[str]]]:
     """With each the damage to its pages; the names in a damaged one are missing."""
     found = []
     for name in reversed(root.names("generations")):
-        if not MANIFEST_NAME.fullmatch(name):
+        if (matched := MANIFEST_NAME.fullmatch(name)) is None:
             continue
         what = f"{root.path}/generations/{name}"
         problems: list[str] = []
@@ -81,10 +81,12 @@ def _legible_manifests(root: Root) -> list[tuple[Entry, Manifest, list[str]]]:
 
         try:
             raw = read_small(root.disk, root.generations, name, MANIFEST_LIMIT_BYTES, what)
-            manifest = decode_manifest(raw, what, page_of)
             sha256 = hashlib.sha256(raw).hexdigest()
-            if manifest_name(manifest.gen, sha256) != name:
+            if sha256[:16] != matched[2]:  # before anything in it is believed, its version and its pages above all
                 raise CheckpointDamaged(f"`{what}` has other bytes than its name says")
+            manifest = decode_manifest(raw, what, page_of)
+            if manifest_name(manifest.gen, sha256) != name:
+                raise CheckpointDamaged(f"`{what}` is damaged: it says that it is generation {manifest.gen}")
         except CheckpointDamaged as error:
             logger.error("%s", error)
             continue

@@ -7,6 +7,7 @@ without any of them.
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from logging import getLogger
@@ -30,6 +31,7 @@ from checkpoint_store.generations import (
 )
 from checkpoint_store.lock import Attempt, ReadersLock, WriterLock, refuse_network_file_system
 from checkpoint_store.objects import (
+    ROLE,
     BytesPayload,
     Counters,
     ObjectRef,
@@ -371,7 +373,9 @@ class CheckpointStore:
         """
         self._check_writable()
         with self._guard:
-            pages, inline = self._kept(kept)
+            if not 0 <= cursor <= layer_count:
+                raise CheckpointError(f"cannot publish {cursor} finished layers of {layer_count}")
+            pages, inline = self._first_names(kept)
             self._check_nameable(pages, inline, objects)
             pages, inline = self._with_full_pages(pages, inline)
             manifest = Manifest(
@@ -394,7 +398,7 @@ class CheckpointStore:
             self.counters.metadata_bytes_written += len(raw_manifest) + len(raw_current)
             dropped = {old: self._manifests.get(old) for old in self._entries if old not in entries}
             self._entries, self._raw_current, self.spare_because = entries, raw_current, None
-            self._manifests = {kept: found for kept, found in self._manifests.items() if kept in entries}
+            self._manifests = {old: found for old, found in self._manifests.items() if old in entries}
             self._manifests[entry] = manifest
             self._whole[entry] = True
             self._latest = Generation(entry, self._load)
@@ -419,7 +423,7 @@ class CheckpointStore:
         root.replace(attempt, raw_current, root.directory, CURRENT)
         disk.sync_directory(root.directory)
 
-    def _kept(self, count: int) -> Names:
+    def _first_names(self, count: int) -> Names:
         if self._entries and self._latest is None:
             raise CheckpointError(f"`{self.path}` has published generations: pin one before publishing another")
         manifest = self._latest.manifest if self._latest else None
@@ -431,16 +435,19 @@ class CheckpointStore:
     def _check_nameable(
         self, pages: tuple[Page, ...], inline: tuple[ObjectRef, ...], objects: Sequence[ObjectRef]
     ) -> None:
-        """Refuse what is neither staged nor in the previous generation, and a name that is taken: no reader would take it."""
+        """Refuse what is neither staged nor in the previous generation, and names that no reader would take."""
         strangers = [ref for ref in objects if self._staged.get(ref.sha256) != ref.size and not self._is_published(ref)]
         if strangers:
             raise CheckpointError(
                 f"cannot publish objects that are neither staged nor in the previous generation: {_listed(strangers)}"
             )
-        names = {(ref.role, ref.key) for ref in objects}
+        if wrong := [ref for ref in objects if ref.role == PAGE or not ROLE.fullmatch(ref.role)]:
+            raise CheckpointError(f"cannot publish objects of a role that is reserved or no role: {_listed(wrong)}")
+        names = Counter((ref.role, ref.key) for ref in objects)
         taken = ({(ref.role, ref.key) for ref in inline}, *map(attrgetter("names"), pages))
-        if len(names) < len(objects) or not all(map(names.isdisjoint, taken)):
-            raise CheckpointError(f"cannot publish two objects under one name, among them {_listed(objects)}")
+        if len(names) < len(objects) or not all(map(names.keys().isdisjoint, taken)):
+            twice = [ref for ref in objects if names[name := (ref.role, ref.key)] > 1 or any(name in t for t in taken)]
+            raise CheckpointError(f"cannot publish two objects under one name: {_listed(twice)}")
 
     def _is_published(self, ref: ObjectRef) -> bool:
         return self._latest is not None and self._latest.manifest.size_of(ref.sha256) == ref.size
@@ -490,13 +497,14 @@ class CheckpointStore:
                 report = self._sweep_dropped({entry.manifest for entry in dropped}, manifests)
             else:
                 report = self.sweep()
-        except (CheckpointError, OSError) as error:
-            logger.warning("the generation is published, but its sweep failed: %s", error)
+        except Exception as error:  # of any kind: the caller must learn that the generation stands
+            logger.warning("the generation is published, but its sweep failed: %r", error)
             return
         if report.deferred:
             logger.info("sweep of `%s` deferred: %s", self.path, report.deferred)
 
     def _sweep_dropped(self, names: set[str], manifests: Sequence[Manifest]) -> SweepReport:
+        self._is_swept = False
         listed = [self._load(entry) for entry in self._entries]
         kept_pages = {page.ref.sha256: page for manifest in listed for page in manifest.pages}
         gone_pages = [page for manifest in manifests for page in manifest.pages if page.ref.sha256 not in kept_pages]
@@ -508,7 +516,6 @@ class CheckpointStore:
             garbage = garbage.difference(kept)  # takes as long as `garbage` is, not as what is kept
             if not garbage:
                 break
-        self._is_swept = False
         report = collect_named(self._root, names - self._found_with_spare, garbage)
         self._is_swept = report.deferred is None
         return report

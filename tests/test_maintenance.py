@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -309,6 +310,15 @@ def test_recover_helps_when_all_that_current_lists_is_damaged(root):
     [candidate] = candidates(root)
     recover(root, candidate.manifest)
     assert contents(root) == expected(2)
+
+
+def test_recover_takes_a_flipped_version_for_damage_and_lists_the_others(root):
+    broken, *whole = sorted((root / "generations").iterdir(), reverse=True)
+    broken.write_bytes(re.sub(rb'"min_reader":.', b'"min_reader":9', broken.read_bytes()))
+    for pointer in ("CURRENT", "CURRENT.prev"):
+        (root / pointer).unlink()
+    assert [candidate.manifest for candidate in candidates(root)] == [path.name for path in whole]
+    assert recover(root, whole[0].name).problem is None
 
 
 def test_recover_needs_the_writer_lock(root):

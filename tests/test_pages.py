@@ -17,6 +17,7 @@ from checkpoint_store.generations import Manifest, encode_manifest
 from checkpoint_store.maintenance import status, sweep, verify
 from checkpoint_store.objects import BytesPayload, ObjectRef
 from checkpoint_store.pages import PAGE_OBJECTS, Page, encode_page
+from checkpoint_store.published import Generation
 from checkpoint_store.recovery import candidates, recover
 from checkpoint_store.store import CheckpointStore
 from checkpoint_store.transfer import export_root
@@ -146,8 +147,9 @@ def test_a_name_that_is_taken_is_refused_since_no_reader_would_take_the_generati
     with CheckpointStore.open(root) as store:
         store.pin(accept)
         again = [store.stage("layer", key, BytesPayload(data)) for data in (b"one", b"two")]
-        with pytest.raises(CheckpointError, match=f"two objects under one name, among them layer {key}"):
-            store.publish(IDENTITY, 3, 300, again[: 1 + (key == "twice")], kept=6)
+        with pytest.raises(CheckpointError, match=f"two objects under one name: layer {key}(, layer {key})?$"):
+            other = store.stage("layer", "another", BytesPayload(b"other"))
+            store.publish(IDENTITY, 3, 300, [*again[: 1 + (key == "twice")], other], kept=6)
     assert contents(root) == expected(3)
 
 
@@ -190,12 +192,28 @@ def test_the_metadata_of_a_publish_is_bounded_at_layer_1_and_at_layer_1000(tmp_p
     assert mean[1] - mean[0] < 100 * 5 and mean[2] - mean[0] < 100 * 29, "some 90 bytes for each page more"
 
 
-def test_a_session_looks_only_at_the_names_that_are_new(tmp_path):
+@pytest.mark.parametrize(
+    ("role", "cursor", "message"),
+    [("page", 3, "reserved"), ("Layer", 3, "no role"), ("layer", 301, "301 finished layers of 300")],
+)
+def test_what_no_reader_would_take_is_not_published(root, role, cursor, message):
+    with CheckpointStore.open(root) as store:
+        store.pin(accept)
+        object_ = store.stage(role, "new", BytesPayload(b"new"))
+        with pytest.raises(CheckpointError, match=message):
+            store.publish(IDENTITY, cursor, 300, [object_], kept=6)
+    assert contents(root) == expected(3)
+
+
+def test_a_session_looks_only_at_the_names_that_are_new(tmp_path, monkeypatch):
     run = Run(tmp_path / "root")
     with run.open() as session:
         for layer in range(3):
             finish(session, layer)
             publish(session, layer + 1)
+            # All names of a generation, one by one: never needed while a run goes on.
+            monkeypatch.setattr(Generation, "objects", property(lambda generation: pytest.fail("looked at all names")))
+        monkeypatch.undo()
         assert list(session._staged) == []
         assert [ref.key for ref in session.layer_objects()] == ["layers.0", "layers.1", "layers.2"]
     newest = manifest(run.root, 3)
@@ -224,6 +242,26 @@ def test_a_resumed_session_keeps_the_pages_and_one_that_stages_a_layer_anew_diss
         publish(session, 4)
     with run.open() as session:
         assert session.cursor == 4 and bytes(session.view(session.layer_objects()[0])) == b"packed anew"
+        assert [session.record(f"key{layer}") for layer in range(4)] == [b"record %d" % layer for layer in range(4)]
+    assert verify(run.root).is_whole
+
+
+def test_a_session_that_fell_back_goes_on_from_the_pages_of_the_older_generation(tmp_path):
+    run = Run(tmp_path / "root")
+    with run.open() as session:
+        for layer in range(3):
+            finish(session, layer)
+            publish(session, layer + 1)
+    page_of(run.root, 3, 1).unlink()
+    first = manifest(run.root, 2)["pages"][0]
+    with run.open() as session:
+        assert session.cursor == 2
+        for layer in (2, 3):
+            finish(session, layer)
+            publish(session, layer + 1)
+        assert manifest(run.root, 5)["pages"][0] == first
+    with run.open() as session:
+        assert session.cursor == 4
         assert [session.record(f"key{layer}") for layer in range(4)] == [b"record %d" % layer for layer in range(4)]
     assert verify(run.root).is_whole
 
