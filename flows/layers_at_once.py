@@ -7,11 +7,12 @@ that what is published is always a prefix of the layers, and little is done that
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from prefect import Task
-from prefect.futures import PrefectFuture
+from prefect.futures import PrefectFuture, wait
 
 from tasks.running import Run
 
@@ -61,9 +62,14 @@ class LayersAtOnce:
             if self._begun and self._is_stop_requested():
                 break
             self._begun.append(self._layer_task.submit(**self._arguments(layers.popleft())))
-        record = self._begun[0].result()
-        self._begun.popleft()
-        return record
+        self._wait(self._begun[0])
+        return self._begun.popleft().result()
+
+    @staticmethod
+    def _wait(future: PrefectFuture[Any]) -> None:
+        """Until it is done; this thread, which takes the signals, looks for one every second even if its sleep missed it."""
+        while not wait([future], timeout=1).done:
+            pass
 
     def __enter__(self) -> "LayersAtOnce":
         return self
@@ -71,7 +77,8 @@ class LayersAtOnce:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let layers in work, of a run that ends by an error, go on to their next module only, and wait until they are there."""
+        """Let layers in work, of a run that ends by an error, go on to their next module only, and wait for them there."""
         self._run.is_given_up = kind is not None
         for future in self._begun:
-            future.wait()
+            with suppress(BaseException):  # a layer's, in a run that ends by another, or one signal more
+                self._wait(future)

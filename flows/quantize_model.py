@@ -96,14 +96,14 @@ def quantize_model(job: QuantizationJob, deadline: DeadlineText | None = None) -
         start = stopping.scheduled_start(flow_run)
     if deadline is not None:
         until = Deadline.after(deadline, start)
-        logger.info(
-            "deadline %s: no layer that would end after %s is begun", deadline, until.at.isoformat(" ", "minutes")
-        )
     with (
         stopping.suspension_at_boundaries() as suspended,
         StopRequest(logger, _how_far, until, suspended) as stop,
         _failure_told(job, logger),
     ):
+        if until is not None:  # told when signals are taken, and not before
+            at = until.at.isoformat(" ", "minutes")
+            logger.info("deadline %s: no layer that would end after %s is begun", until.text, at)
         return _Quantization(job, logger, stop, flow_run).go()
 
 
@@ -302,7 +302,7 @@ class _Quantization:
                 self._log(receipt, layer_count)
                 artifacts.show(run.receipts, layer_count, run.seconds_left())
                 self._look_at_the_clock(run)
-                if run.session.is_due(len(run.receipts)):
+                if run.session.is_due(len(run.receipts)) or self.stop.requested:  # others may be at work for long
                     self._publish(run)
                 if not layers.in_work:
                     self._stop_if_asked(run)

@@ -36,8 +36,8 @@ def group_size(run: running.Run, layer: int) -> int:
     itemsize = run.decoder.compute_dtype(device.torch_device).itemsize
     tensors, hidden_size = run.source.tensors, run.decoder.config.hidden_size
     weights = sum(prod(tensors[name].shape) for name in run.decoder.layer_tensor_names(layer)) * itemsize
-    # Beside its inputs the layer holds for each token the residual, the normed residual and the experts' sum.
     weights *= run.streams
+    # Beside its inputs the layer holds for each token the residual, the normed residual and the experts' sum.
     tokens = sum(batch.input_ids.numel() for batch in run.calibration.batches) if run.calibration is not None else 0
     tokens *= run.streams
     widest = max(shapes[subset[0]][1] for pair in experts for subset in pair)

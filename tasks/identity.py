@@ -50,6 +50,8 @@ AREAS = (
 )
 # The first is told by `packed_kernel`; the second lets a job run or not, and changes nothing.
 NOT_QUANTIZATION = frozenset({"checkpoint_format", "strict"})
+# Not there unless asked for: checkpoints from before the option go on.
+ADDED_LATER = frozenset({"gptaq", "foem"})
 PHYSICAL = frozenset({"uuid", "serial"})
 # Enough to keep several disks of a network file system busy; a hash itself runs at memory speed.
 HASHING_THREADS = 8
@@ -75,8 +77,7 @@ def build(
             **_summed_up(scheme_of(job.quantization, source).written_beside_weights()),
         },
         "quantization": {
-            # What is not asked for is not there: checkpoints from before the option go on.
-            **{name: value for name, value in settings.items() if value is not None},
+            **{name: value for name, value in settings.items() if value is not None or name not in ADDED_LATER},
             "revision": METHOD_REVISIONS[job.quantization.method],
         },
         "calibration": _calibration(job, calibration),

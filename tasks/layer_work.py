@@ -64,7 +64,7 @@ class SiblingFailed(RuntimeError):
 
 
 class LayerWork:
-    """What the shards of one layer share. Everything in it is on the CPU, but for the Hessian in the making."""
+    """What the shards of one layer share; as long as they are at work, `running.current().works` has it."""
 
     def __init__(self, run: running.Run, layer: int, devices: Mapping[int, Device]) -> None:
         """`devices` of the pool, by slot, are those that work on the layer."""

@@ -4,7 +4,8 @@ A layer's stages are its subsets. At each of them lie in memory: the weights tha
 subset's statistic as it is summed and as it is factored, what the calibration samples wait with, and the codes of the
 modules before. Samples that would not fit lie in files and pass through the layer one batch at a time; then all weights
 stay until the end. Where the unquantized model's samples pass beside the quantized one's, there are two of each, and the
-weights of both: those that are quantized, as they were and as they became. Before the first layer the replay of one layer of each kind is checked, which holds them twice.
+weights of both: those that are quantized, as they were and as they became. Before the first layer the replay of one layer of
+each kind is checked, which holds them twice.
 """
 
 import sys

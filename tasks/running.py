@@ -106,7 +106,9 @@ class Run:
         with self._guard:
             self._guard.wait_for(self._free_slots)
             free = self._free_slots()
-            layers = max(1, self.layers_at_once - len(self._taken))  # that share what is free
+            # That share what is free: this one, and those after it that are yet to be begun, as many as may be.
+            following = self.decoder.step_count - 1 - layer - sum(other > layer for other in self._taken)
+            layers = max(1, min(self.layers_at_once - len(self._taken), 1 + following))
             self._taken[layer] = free[: -(-len(free) // layers)]
         try:
             yield {slot: self.pool.devices[slot] for slot in self._taken[layer]}
@@ -191,7 +193,8 @@ class Run:
     def tell(self, module: str, loss: float | None, layer: int | None = None) -> None:
         """Tell whoever listens that a module of the layer is finished; None is the layer in work, when it is the only one."""
         layer = self.layers_in_work[0] if layer is None else layer
-        finished = self.session.cursor + self._finished
+        with self._guard:
+            finished = self.session.cursor + self._finished
         told = Progress(layer, finished, self.decoder.step_count, module, loss, self.seconds_left())
         for listener in list(_listeners):
             listener(told)

@@ -193,9 +193,9 @@ def test_a_generation_is_written_while_the_next_layer_is_computed(
     publish, begin_layer = CheckpointStore.publish, running.Run.begin_layer
     second_layer_began = threading.Event()
 
-    def waiting_publish(*args: Any) -> Generation:
+    def waiting_publish(*args: Any, **options: Any) -> Generation:
         assert second_layer_began.wait(60)
-        return publish(*args)
+        return publish(*args, **options)
 
     def telling_begin(self: running.Run, index: int) -> None:
         begin_layer(self, index)
@@ -216,11 +216,11 @@ def test_a_publish_that_fails_while_a_layer_is_computed_ends_the_run_with_its_er
     publish = CheckpointStore.publish
     published: list[int] = []
 
-    def failing_publish(self: CheckpointStore, identity: Any, cursor: int, *rest: Any) -> Generation:
+    def failing_publish(self: CheckpointStore, identity: Any, cursor: int, *rest: Any, **options: Any) -> Generation:
         if cursor == 2:
             raise StorageFull("no space for the second layer")
         published.append(cursor)
-        return publish(self, identity, cursor, *rest)
+        return publish(self, identity, cursor, *rest, **options)
 
     job = tiny_job(model, tmp_path)
     with monkeypatch.context() as patched:

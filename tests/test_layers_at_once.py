@@ -21,6 +21,7 @@ from flows.quantize_model import quantize_model
 from flows.stopping import GaveUp
 from tasks import preflight, quantize_layer, running
 from tasks.job import QuantizationJob
+from tasks.layer_work import LayerWork
 from tasks.quantization import GGUFConfig, GPTQConfig, Quantization, RTNConfig
 from tasks.schemes import Scheme
 from tests.deployed import wait_until
@@ -62,13 +63,13 @@ def at_first_module(monkeypatch: pytest.MonkeyPatch) -> AtFirstModule:
     """Have a function called with a layer's number before the first module of each attempt at it is quantized."""
 
     def arrange(function: Callable[[int], None]) -> None:
-        begun: set[int] = set()
+        begun: set[LayerWork] = set()
         original = Scheme.quantize
 
         def quantize(self: Scheme, name: str, *arguments: Any) -> Any:
             work = running.current().works[int(name.split(".")[2])]
-            if id(work) not in begun:
-                begun.add(id(work))
+            if work not in begun:
+                begun.add(work)
                 function(work.layer)
             return original(self, name, *arguments)
 
@@ -117,7 +118,9 @@ def test_two_devices_work_on_two_layers_at_once_and_the_bytes_are_those_of_one(
     assert {(now.layer, now.module.split(".")[-1]) for now in told} == {
         (layer, f"{name}_proj") for layer in range(LAYERS) for name in ("q", "k", "v", "o", "gate", "up", "down")
     }
-    assert [now.finished for now in told] == sorted(now.finished for now in told)
+    for layer in range(LAYERS):
+        finished = [now.finished for now in told if now.layer == layer]
+        assert finished == sorted(finished)
 
 
 @pytest.mark.parametrize("quantization", [RTN, GGUFConfig(quant_type="q8_0")], ids=["rtn", "gguf"])
@@ -144,9 +147,10 @@ def test_a_layer_that_is_finished_early_is_published_after_those_before_it(
             second_is_staged.set()
         return ref
 
-    def publishing(self: CheckpointStore, identity: Any, cursor: int, layer_count: int, objects: Any) -> Any:
-        published.append([ref.key for ref in objects if ref.role == "layer"])
-        return publish(self, identity, cursor, layer_count, objects)
+    def publishing(self: CheckpointStore, *arguments: Any, **options: Any) -> Any:
+        generation = publish(self, *arguments, **options)
+        published.append([ref.key for ref in generation.objects if ref.role == "layer"])
+        return generation
 
     monkeypatch.setattr(CheckpointSession, "stage_layer", staging)
     monkeypatch.setattr(CheckpointStore, "publish", publishing)
@@ -196,6 +200,27 @@ def test_a_stopped_run_goes_on_with_the_layers_after_those_it_published(
     assert sorted(ran) == [2, 3, 4]
     assert layer_task_states(last_flow_run().id) == ["Cached"] * 2 + ["Completed"] * 3
     assert contents(job.output) == alone
+
+
+def test_a_stop_publishes_each_layer_as_it_ends_though_another_is_still_at_work(
+    model: Path, tmp_path: Path, at_first_module: AtFirstModule
+) -> None:
+    root = tmp_path / "checkpoint"
+
+    def cursor() -> int:
+        with CheckpointStore.open(root, mode="read") as store:
+            return max((generation.cursor for generation in store.generations()), default=0)
+
+    def fail_late(layer: int) -> None:
+        if layer == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: cursor() == 1, lambda: "layer 0 is not published", PATIENCE_SECONDS)
+            raise ValueError("weights of layer 1 overflow")
+
+    at_first_module(fail_late)
+    with pytest.raises(LayerFailed, match="weights of layer 1 overflow"):
+        quantize_model(job_of(model, tmp_path, 2, interval="layer:50"))
+    assert cursor() == 1
 
 
 def test_the_third_signal_lets_no_layer_in_work_go_on_past_its_module(

@@ -14,7 +14,7 @@ the share of it that is added; the authors' programs take a quarter, since R is 
 They let column i pass on w_i as it is when it is rounded, with the corrections of the columns before, and as rounded
 itself to columns of later blocks; here it passes on the source's w_i, as the least squares have it. The order in which
 columns are rounded decides who takes up what: R is put into it as H is. A dead column takes up nothing, but what it would
-have brought in the source's model counts.
+have brought in the source's model counts for the columns behind it: with `desc_act`, where dead columns are last, for none.
 
 FOEM (Zheng et al., arXiv 2507.11017). Corrected weights are no longer the source's, and the loss has a first-order term
 there that GPTQ takes for zero. A share `beta` of how far a column has come from the source is taken back just before it is
