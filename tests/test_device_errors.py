@@ -42,14 +42,14 @@ class Failures:
         self.alive_at_repeat: list[int] = []
         sum_up, start = quantize_shard.Shard._sum_up, quantize_shard.Shard.go
 
-        def failing(shard: Any, staged: Any, subset: tuple[str, ...]) -> None:
+        def failing(shard: Any, staged: Any, subset: tuple[str, ...], original: Any) -> None:
             if shard.work.layer == 1 and subset == ("self_attn.o_proj",):
                 activations = torch.ones(1 << 20)
                 self.held.append(weakref.ref(activations))
                 if shard.work.slots[shard.number] in slots and self.left:
                     self.left -= 1
                     raise error
-            sum_up(shard, staged, subset)
+            sum_up(shard, staged, subset, original)
 
         def starting(shard: Any) -> None:
             if shard.work.layer == 1 and shard.number == 0:

@@ -33,7 +33,7 @@ def test_each_layer_leaves_its_figures(tmp_path: Path) -> None:
         with figures_kept(figures, watch):
             for layer in (1, 1, 2):
                 for listener in list(running._listeners):
-                    listener(running.Progress(layer, 3, "module", None, None))
+                    listener(running.Progress(layer, layer, 3, "module", None, None))
     kept = [json.loads(line) for line in figures.read_text().splitlines()]
     assert [line["layer"] for line in kept] == [1, 2]
     assert kept[0]["peak_bytes"] > 50e6  # torch alone takes more

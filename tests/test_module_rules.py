@@ -115,7 +115,7 @@ def test_rules_that_can_not_be_are_refused_with_the_job(config: Any, rules: dict
 @pytest.mark.parametrize(
     ("rules", "reason"),
     [
-        ({"-:lm_head": {}}, "rule `-:lm_head` matches no linear in a layer"),
+        ({"-:model.embed_tokens": {}}, "rule `-:model.embed_tokens` matches no linear in a layer"),
         ({"-:down_proj": {}}, "matched at the start of full names, such as `model.layers.0.self_attn.q_proj`"),
         ({".*down_proj": {"bits": 8}, r"-:.*\.1\.mlp\.down": {}}, "earlier rules match all that it matches"),
         ({"-:.*": {}}, "leave every module as it is"),
