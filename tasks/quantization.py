@@ -14,7 +14,7 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "dynamic": ((None, {}, [], ()), "per-module rules and exclusions"),
     "rotation": ((None, ""), "rotation of the weights before quantization"),
     "lm_head": ((False, None), "quantizing the output head"),
-    "embeddings": ((False, None), "quantizing the embeddings"),
+    "embeddings": ((False, None), "quantizing the embeddings, which only gguf files have readers for"),
     "gptaq": ((False, None), "GPTAQ, which is an option of gptq"),
     "foem": ((False, None), "FOEM, which is an option of gptq"),
     "preprocessors": ((None, []), "quantization preprocessor chains"),
