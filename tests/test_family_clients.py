@@ -31,7 +31,7 @@ def test_transformers_loads_families_and_computes_what_their_exports_say(tmp_pat
 
 def test_gptqmodel_loads_experts_one_by_one_and_computes_what_the_export_says(tmp_path: Path) -> None:
     """All layers sparse: GPTQModel 7.7.0 leaves a dense layer of a mixture unquantized, with random weights."""
-    exports = {"qwen3_moe": packed("qwen3_moe", tmp_path, mlp_only_layers=[])}
-    loaded = ask_client("gptqmodel", exports, IDS, tmp_path)["qwen3_moe"]
-    assert list(loaded.answer["classes"].values()) == [CLIENT_CLASS] * 3 * (4 + 3 * 8)
-    assert relative_error(loaded.logits["widened"], loaded.expected) < WIDENED_TOLERANCE
+    exports = {"qwen3_moe": packed("qwen3_moe", tmp_path, mlp_only_layers=[]), "gpt_oss": packed("gpt_oss", tmp_path)}
+    for family, loaded in ask_client("gptqmodel", exports, IDS, tmp_path).items():
+        assert list(loaded.answer["classes"].values()) == [CLIENT_CLASS] * 3 * (4 + 3 * 8), family
+        assert relative_error(loaded.logits["widened"], loaded.expected) < WIDENED_TOLERANCE, family
