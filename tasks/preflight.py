@@ -158,7 +158,8 @@ class _Findings:
             self.problems.append(
                 f"no program is known that reads packed experts of {self.source.config['model_type']} in a "
                 f"`{layout_name(self.job.quantization)}` file: transformers and vLLM take them all in one tensor only; use "
-                f"`gptq`, or `rtn` in its own layout, which GPTQModel reads"
+                f"`gptq`, `rtn`, `qqq` or `paroquant` in layouts that GPTQModel reads "
+                f"({', '.join(f'`{name}`' for name in READ_ONE_BY_ONE)})"
             )
         if self.job.adapter is not None:
             self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)

@@ -59,7 +59,7 @@ LAYOUTS: dict[str, ModuleType] = {
 # Methods whose statistic is, or is accompanied by, the covariance that an adapter is made from.
 COMPENSATED = ("gptq", "awq", "qqq", "paroquant")
 # Layouts in which a program reads packed experts of families whose own files stack them.
-READ_ONE_BY_ONE = ("gptq",)
+READ_ONE_BY_ONE = ("gptq", "awq", "qqq", "paroquant")
 # An expert that fewer tokens reach is rounded to nearest: a Hessian of so few fits them, and nothing else.
 FEWEST_TOKENS = 16
 # A K x K Hessian while it is factored: the sum in float32 and its copy in float64 (`tasks.methods.hessian`).

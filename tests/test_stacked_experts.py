@@ -18,8 +18,8 @@ from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import SourceError, SourceModel
 from tasks.models.stacked_experts import STACKED_FAMILIES, ExpertPart, dequantize, stacked
 from tasks.quantization import (
-    AWQConfig,
     BitsAndBytesConfig,
+    EXL3Config,
     FP8Config,
     GGUFConfig,
     GPTQConfig,
@@ -207,9 +207,8 @@ def test_the_plan_tells_what_is_read_and_who_reads_the_export(mxfp4: Path, tmp_p
     "quantization, layout",
     [
         (RTNConfig(group_size=32, checkpoint_format="compressed-tensors"), "compressed-tensors"),
-        (RTNConfig(group_size=32, checkpoint_format="awq"), "awq"),
-        (AWQConfig(group_size=32), "awq"),
         (FP8Config(), "compressed-tensors"),
+        (EXL3Config(), "exl3"),
         (BitsAndBytesConfig(), "bitsandbytes"),
         (GGUFConfig(), "gguf"),
     ],
