@@ -13,7 +13,7 @@ MXFP4, as OpenAI publishes these models: `gate_up_proj_blocks` [E, N, G, 16], tw
 bits first, and `gate_up_proj_scales` [E, N, G], for each 32 values an exponent of two (E8M0). `value * 2 ** (scale - 127)`
 in float32, rounded once to the model's dtype: what transformers computes when it is told to dequantize.
 
-Shape suffixes: E experts, N out_features, K in_features, G groups of 32 values, B bytes of a group.
+Shape suffixes: E experts, N out_features, K in_features, G groups of 32 values, B bytes and V values of a group.
 """
 
 import re
@@ -207,9 +207,12 @@ def stacked(tensors: Mapping[str, Tensor], layout: StackedLayout) -> dict[str, T
 def dequantize(blocks_NGB: Tensor, scales_NG: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, K] in `dtype`: MXFP4 blocks times two to the power of their scales, in float32, rounded once."""
     values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
-    pairs_NGB2 = torch.stack([values[(blocks_NGB & 15).int()], values[(blocks_NGB >> 4).int()]], dim=-1)
-    exponents_NG1 = scales_NG.to(torch.int32)[..., None] - 127
-    return torch.ldexp(pairs_NGB2.flatten(2), exponents_NG1).to(dtype).flatten(1)
+    byte = torch.arange(256)
+    # A lookup of both values of a byte at once: a third of the time of two. Doubled, so that the largest power is finite.
+    pairs = 2 * torch.stack([values[byte & 15], values[byte >> 4]], dim=-1)
+    widened_NGV = torch.nn.functional.embedding(blocks_NGB.int(), pairs).flatten(2)
+    widened_NGV *= torch.pow(2.0, scales_NG.to(torch.int32)[..., None] - 128)
+    return widened_NGV.to(dtype).flatten(1)
 
 
 def _weights(
