@@ -24,9 +24,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 from tasks.formats.gguf_families import lost_in_transformers
 from tasks.formats.gguf_plan import ROPE_FACTORS
-from tasks.models import fp8_weights
+from tasks.models import fp8_weights, stacked_experts
 from tasks.models.layer_names import is_for_further_tokens
-from tasks.models.source import INDEX_FILE, SINGLE_FILE
+from tasks.models.source import INDEX_FILE, SINGLE_FILE, SourceModel
 from tasks.output_directory import GGUF_FILE
 from tasks.ruled_modules import of_module
 from tasks.schemes import LAYOUTS
@@ -78,10 +78,17 @@ def _from_tensors(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     config = AutoConfig.from_pretrained(_readable_config(path).parent, local_files_only=True)
     quantization = getattr(config, "quantization_config", None)
     tensors = _tensors(path)
+    stacking = stacked_experts.layout_of({"model_type": config.model_type})
     if quantization is not None:
         del config.quantization_config
         fp8 = fp8_weights.layout_of(quantization)
-        tensors = _widened(path, tensors, fp8) if fp8 is not None else _dense(path, tensors, quantization)
+        if stacking is not None and stacked_experts.is_mxfp4(quantization):
+            source = SourceModel.open(os.fspath(path))
+            tensors = source.load_stacked(source.tensors)
+        else:
+            tensors = _widened(path, tensors, fp8) if fp8 is not None else _dense(path, tensors, quantization)
+    if stacking is not None:
+        tensors = stacked_experts.stacked(tensors, stacking)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_for_further_tokens(name, config)}
     model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None,

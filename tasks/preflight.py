@@ -32,7 +32,7 @@ from tasks.places import (
 )
 from tasks.plan import DiskSpace, Memory, ModuleKind, Plan, size
 from tasks.report import REPORT_FILE
-from tasks.schemes import Scheme, decoder_of, needs_activations, scheme_of, streams
+from tasks.schemes import READ_ONE_BY_ONE, Scheme, decoder_of, layout_name, needs_activations, scheme_of, streams
 from tasks.time_estimate import Trial
 
 # What a run writes about each module: its part of a record, of manifests, of the report.
@@ -153,6 +153,13 @@ class _Findings:
             self.problems.append(
                 f"method `{self.job.quantization.method}` scales what enters a layer's experts, which their router reads "
                 f"too: mixtures of experts are not supported by it; use `gptq`, or a method without calibration"
+            )
+        if self.source.stacking is not None and layout_name(self.job.quantization) not in READ_ONE_BY_ONE:
+            self.problems.append(
+                f"no program is known that reads packed experts of {self.source.config['model_type']} in a "
+                f"`{layout_name(self.job.quantization)}` file: transformers and vLLM take them all in one tensor only; use "
+                f"`gptq`, `rtn`, `qqq` or `paroquant` in layouts that GPTQModel reads "
+                f"({', '.join(f'`{name}`' for name in READ_ONE_BY_ONE)})"
             )
         if self.job.adapter is not None:
             self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)
@@ -318,6 +325,11 @@ class _Findings:
                 f"the source is FP8 (`{source.layout.method}`, {len(source.scaled)} weights): they are widened to "
                 f"{str(decoder.source_dtype).removeprefix('torch.')} as they are read, and what is left unquantized is "
                 f"exported so"
+            )
+        if mxfp4 := sum(part.stack.scales is not None for part in source.parts.values()):
+            yield (
+                f"the source is MXFP4 ({mxfp4} weights): they are widened to "
+                f"{str(decoder.source_dtype).removeprefix('torch.')} as they are read, and none is exported so"
             )
         own = {scheme.of(kind.modules[0]): None for kind in decoder.linear_kinds}
         yield from dict.fromkeys(note for part in own for note in part.notes())

@@ -58,6 +58,8 @@ LAYOUTS: dict[str, ModuleType] = {
 }
 # Methods whose statistic is, or is accompanied by, the covariance that an adapter is made from.
 COMPENSATED = ("gptq", "awq", "qqq", "paroquant")
+# Layouts in which a program reads packed experts of families whose own files stack them.
+READ_ONE_BY_ONE = ("gptq", "awq", "qqq", "paroquant")
 # An expert that fewer tokens reach is rounded to nearest: a Hessian of so few fits them, and nothing else.
 FEWEST_TOKENS = 16
 # A K x K Hessian while it is factored: the sum in float32 and its copy in float64 (`tasks.methods.hessian`).
@@ -336,6 +338,16 @@ class Scheme:
             yield (
                 "transformers holds a layer's experts in one tensor and does not load bitsandbytes' (seen in 5.24.0: it "
                 "refuses nf4 and fp4, and takes int8 codes for weights); leave them with the rule `-:.*experts`"
+            )
+        elif self.source.stacking is not None:
+            stacks = {name: parts for name, parts in self.source.stacking.projections.items() if len(parts) > 1}
+            told = "; ".join(
+                f"{' and '.join(f'`{part}`' for part in parts)} are parts of `{name}` by their order in it, as GPTQModel cuts it"
+                for name, parts in stacks.items()
+            )
+            yield (
+                f"transformers and vLLM hold a layer's experts in one tensor and have no place for those of "
+                f"{layout_name(self.config)} files of this family; GPTQModel does (seen in 7.7.0); {told}"
             )
         elif self.layout in (gptq_layout, awq_layout):
             yield (

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tasks.methods import gptq, rtn
 from tasks.methods.grid import QuantizedRows
+from tasks.models.source import SourceModel
 from tasks.quantization import GPTQConfig, RTNConfig
 from tasks.schemes import LAYOUTS, layout_name
 
@@ -21,7 +22,8 @@ def write_packed(source: Path, output: Path, config: GPTQConfig | RTNConfig) -> 
     GPTQ gets Hessians of random inputs: good enough for a layout, whose readers know nothing of them.
     """
     layout: Any = LAYOUTS[layout_name(config)]
-    weights = load_file(source / "model.safetensors")
+    opened = SourceModel.open(str(source))
+    weights = opened.load(opened.tensors)
     packed: dict[str, QuantizedRows] = {}
     shards: dict[str, dict[str, Tensor]] = {}
     for name in [name for name in weights if name.endswith("_proj.weight")]:

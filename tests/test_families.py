@@ -13,7 +13,7 @@ from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import SourceError, SourceModel
 from tests.tiny_families import FAMILIES, write_tiny
 
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "olmoe", "phimoe", "glm4_moe")
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "olmoe", "phimoe", "glm4_moe", "gpt_oss")
 
 
 def decoder_of(path) -> Decoder:

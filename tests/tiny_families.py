@@ -47,6 +47,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "glm4_moe": {**ROUTED, "n_group": 1, "topk_group": 1, "head_dim": 16, "use_qk_norm": True},
     "gpt_neox": {},
+    "gpt_oss": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16,
+        "sliding_window": WINDOW, "layer_types": MIXED_TYPES,
+    },
     "granite": {
         "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
     },

@@ -25,14 +25,15 @@ from tasks.models.experts import UnfusedExperts
 from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
 from tasks.models.layer_names import LayoutError, is_for_further_tokens, linears, names_in_files, unfuse
 from tasks.models.source import TORCH_DTYPE, SourceError, SourceModel
+from tasks.models.stacked_experts import STACKED_FAMILIES
 from tasks.models.tensor_check import tensor_problems
 
 # The families that are tested; what they have of their own is in transformers' code, and in none of ours.
 SUPPORTED = frozenset(
     {
         "apertus", "arcee", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
-        "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "granite", "hunyuan_v1_dense", "llama", "mistral",
-        "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2",
+        "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "hunyuan_v1_dense", "llama",
+        "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2",
         "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
     }
 )  # fmt: skip
@@ -149,13 +150,14 @@ class Decoder:
             method = described.get("quant_method") if isinstance(described, dict) else None
             problem = (
                 f"it is quantized already ({method or 'unknown method'}), which can't be read: of quantized sources only FP8 "
-                f"with scales per block, row or matrix can, as `fp8` or as `compressed-tensors`; name the original model, "
+                f"with scales per block, row or matrix can, as `fp8` or as `compressed-tensors`, and `mxfp4` of "
+                f"{', '.join(STACKED_FAMILIES)}; name the original model, "
                 f"or load this one with transformers, dequantize it and save that"
             )
             raise SourceError(source.path, [problem])
         try:
             config = AutoConfig.from_pretrained(source.path)
-            if source.layout is not None and hasattr(config, "quantization_config"):
+            if hasattr(config, "quantization_config"):
                 del config.quantization_config
             with init_empty_weights(include_buffers=True):
                 model = _built(config, attn_implementation)
@@ -261,7 +263,7 @@ class Decoder:
         kind = self.kinds[i]
         if kind not in self._skeletons:
             layer = copy.deepcopy(self._layers[kind], {id(self.config): self.config})
-            self._skeletons[kind] = _Skeleton(layer, unfuse(layer, self._in_files[kind]))
+            self._skeletons[kind] = _Skeleton(layer, unfuse(layer, self._in_files[kind], self.source.stacking))
         return self._skeletons[kind]
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -464,11 +466,14 @@ class Decoder:
             return self._materialised_head(device, dtype)
         layer, names = copy.deepcopy(self._layers[i], {id(self.config): self.config}), self._in_files[self.kinds[i]]
         prefix = f"{self.layer_name(i)}."
-        own_names = {f"{prefix}{in_file}": own for own, in_file in unfuse(layer, names).items()}
+        unfused = unfuse(layer, names, self.source.stacking)
+        own_names = {f"{prefix}{in_file}": own for own, in_file in unfused.items()}
         tensors = self.source.load(own_names, device, dtype)
         layer.load_state_dict({own_names[name]: tensor for name, tensor in tensors.items()}, assign=True)
         for module in layer.modules():
             _fill_buffers(self._model, module, device)
+            if isinstance(module, UnfusedExperts):
+                module.lay_out()
         return layer.requires_grad_(False)
 
     def twin(self, layer: nn.Module) -> nn.Module:

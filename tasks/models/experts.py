@@ -6,6 +6,9 @@ order, the same activation, the experts' outputs added in the same order. One th
 products of I rows where transformers has one of 2 I, which a GPU may round otherwise in the last bit. On a CPU they are
 equal, and the check before layer 0 compares them bit by bit.
 
+Experts may be held transposed, [E, in, out], and have biases, which are then added to the product: `TransposedLinear`.
+Whether the rows of gate and up alternate is nothing to it: what is given to the activation is what the fused product gives.
+
 Legend: `T` tokens of all samples in a call, `S` experts per token, `E` experts, `H` hidden size.
 """
 
@@ -15,8 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+BIAS = "_bias"  # at the end of the name of a fused parameter: the biases that belong to it
+
 # Linears, the tensor that they will all get, and which of the call's tokens its rows are.
 Arrival = tuple[tuple[nn.Module, ...], Tensor, Tensor]
+
+
+class TransposedLinear(nn.Linear):
+    """A linear that computes as experts do which are held transposed: a product, then the bias.
+
+    Neither is the same to the last bit as what nn.Linear does, and a product of a few rows depends on which way a weight
+    lies in memory too. So `weight` [out, in] is a view of what is held as [in, out]; whoever changes it does so in place.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = input @ self.weight.T
+        return output if self.bias is None else output + self.bias
+
+    def lay_out(self) -> None:
+        """Hold the weight the way that it is used, whichever it was loaded in."""
+        if not self.weight.T.is_contiguous():
+            self.weight = nn.Parameter(self.weight.T.contiguous().T, requires_grad=self.weight.requires_grad)
 
 
 class UnfusedExperts(nn.Module):
@@ -35,13 +57,13 @@ class UnfusedExperts(nn.Module):
         self.groups: tuple[tuple[int, ...], ...] = tuple((expert,) for expert in range(self.num_experts))
         # Called with what a group's linears are about to get; a staged forward waits in it.
         self.announce: Callable[[list[Arrival]], None] | None = None
+        self._is_transposed, self._has_bias = bool(fused.is_transposed), bool(fused.has_bias)
         up, down = fused.get_parameter(_up_parameter(fused)), fused.get_parameter("down_proj")
-        rows, hidden = up.shape[1:]
         for number in range(self.num_experts):
             expert = nn.Module()
             for name in self._up_names:
-                expert.add_module(name, _linear(hidden, rows // len(self._up_names), up))
-            expert.add_module(self._down_name, _linear(down.shape[2], down.shape[1], down))
+                expert.add_module(name, self._linear(up, len(self._up_names)))
+            expert.add_module(self._down_name, self._linear(down, 1))
             self.add_module(str(number), expert)
         for name in [name for name, _ in fused.named_parameters(recurse=False)]:
             delattr(fused, name)
@@ -67,12 +89,25 @@ class UnfusedExperts(nn.Module):
         return out_TH
 
     def fused_tensors(self) -> dict[str, Tensor]:
-        """The weights as transformers holds them, by its names."""
-        ups: list[Tensor] = [
-            torch.cat([linear.get_parameter("weight") for linear in self._ups(e)]) for e in range(self.num_experts)
-        ]
-        downs: list[Tensor] = [self._down(e).get_parameter("weight") for e in range(self.num_experts)]
-        return {_up_parameter(self._fused[0]): torch.stack(ups), "down_proj": torch.stack(downs)}
+        """The weights and biases as transformers holds them, by its names."""
+        experts = range(self.num_experts)
+        linears: dict[str, list[tuple[nn.Module, ...]]] = {
+            _up_parameter(self._fused[0]): [self._ups(e) for e in experts],
+            "down_proj": [(self._down(e),) for e in experts],
+        }
+        tensors = {}
+        for name, of_experts in linears.items():
+            for kind, suffix in (("weight", ""), ("bias", BIAS))[: 1 + self._has_bias]:
+                parts: list[Tensor] = [torch.cat([each.get_parameter(kind) for each in them]) for them in of_experts]
+                stack = torch.stack(parts)
+                tensors[name + suffix] = stack.transpose(1, 2) if self._is_transposed and kind == "weight" else stack
+        return tensors
+
+    def lay_out(self) -> None:
+        """Hold the weights in the way that their products are rounded alike; after they were loaded."""
+        for module in self.modules():
+            if isinstance(module, TransposedLinear):
+                module.lay_out()
 
     def _traced(self, hidden_TH: Tensor) -> Tensor:
         """Every expert's linears once, in order; without data there is no telling which are hit."""
@@ -103,6 +138,12 @@ class UnfusedExperts(nn.Module):
     def _ups(self, expert: int) -> tuple[nn.Module, ...]:
         return tuple(self.get_submodule(f"{expert}.{name}") for name in self._up_names)
 
+    def _linear(self, stack: Tensor, count: int) -> nn.Linear:
+        """One of `count` linears that share the rows of a fused parameter [experts, out, in], or [experts, in, out]."""
+        rows, columns = stack.shape[:0:-1] if self._is_transposed else stack.shape[1:]
+        kind = TransposedLinear if self._is_transposed else nn.Linear
+        return kind(columns, rows // count, bias=self._has_bias, device=stack.device, dtype=stack.dtype)
+
     def _down(self, expert: int) -> nn.Module:
         return self.get_submodule(f"{expert}.{self._down_name}")
 
@@ -126,13 +167,20 @@ def fused_experts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def why_not_unfused(fused: nn.Module) -> str | None:
     """Why a fused module can't be taken apart, or None."""
     parameters = {name for name, _ in fused.named_parameters(recurse=False)}
-    if not hasattr(fused, "has_gate") or parameters != {_up_parameter(fused), "down_proj"}:
+    weights = {_up_parameter(fused), "down_proj"}
+    expected = weights | {name + BIAS for name in weights} if getattr(fused, "has_bias", False) else weights
+    if not hasattr(fused, "has_gate") or parameters != expected:
         return (
             f"holds {', '.join(f'`{name}`' for name in sorted(parameters))}, which is no layout of experts known here"
         )
-    if fused.is_transposed or fused.has_bias or not fused.is_concatenated or fused.has_post_expert_norm:
-        return "has transposed, interleaved or biased experts, or norms after them"
-    return None
+    if fused.has_bias and not fused.is_transposed:
+        return "has experts with biases that are not transposed"
+    return "has norms after its experts" if fused.has_post_expert_norm else None
+
+
+def is_cut_in_order(fused: nn.Module) -> bool:
+    """Whether the projections of a fused parameter follow each other in it; else their rows alternate."""
+    return bool(fused.is_concatenated)
 
 
 def experts_in(fused: nn.Module) -> int:
@@ -141,7 +189,3 @@ def experts_in(fused: nn.Module) -> int:
 
 def _up_parameter(fused: nn.Module) -> str:
     return "gate_up_proj" if getattr(fused, "has_gate", True) else "up_proj"
-
-
-def _linear(in_features: int, out_features: int, like: Tensor) -> nn.Linear:
-    return nn.Linear(in_features, out_features, bias=False, device=like.device, dtype=like.dtype)

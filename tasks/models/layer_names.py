@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from tasks.models.experts import UnfusedExperts, experts_in, fused_experts, why_not_unfused
+from tasks.models.experts import BIAS, UnfusedExperts, experts_in, fused_experts, is_cut_in_order, why_not_unfused
+from tasks.models.stacked_experts import StackedLayout
 
 EXPERT_TENSOR = re.compile(r"(?P<experts>.+)\.(?P<number>\d+)\.(?P<projection>[^.]+)\.weight")
 # Linears that choose between experts or weigh them: small, sensitive, and left alone by every loader's fused layers.
@@ -38,10 +39,13 @@ def names_in_files(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dic
     return names
 
 
-def unfuse(layer: nn.Module, in_files: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+def unfuse(
+    layer: nn.Module, in_files: Mapping[str, tuple[str, ...]], stacking: StackedLayout | None = None
+) -> dict[str, str]:
     """Give `layer` a linear per projection and expert, in place; the files' name of each of its tensors by its own.
 
-    `in_files` are the files' names by the layer's, as it comes from transformers; all names are within the layer.
+    `in_files` are the files' names by the layer's, as it comes from transformers; all names are within the layer. With
+    `stacking` the files hold experts stacked, and their names are those under which a SourceModel shows them one by one.
     The layer answers to the files' names of its linears too (`get_submodule`). LayoutError for what can't be unfused.
     """
     names: dict[str, str] = {}
@@ -49,7 +53,13 @@ def unfuse(layer: nn.Module, in_files: Mapping[str, tuple[str, ...]]) -> dict[st
         own = [f"{path}.{name}" for name, _ in fused.named_parameters(recurse=False)]
         if (reason := why_not_unfused(fused)) is not None:
             raise LayoutError(f"`{path}` {reason}")
-        experts, projections = _projections(path, [name for full in own for name in in_files[full]], experts_in(fused))
+        theirs = [name for full in own for name in in_files[full]]
+        if stacking is None:
+            if not is_cut_in_order(fused):
+                raise LayoutError(f"`{path}` has experts whose gates and ups alternate")
+            experts, projections = _projections(path, theirs, experts_in(fused))
+        else:
+            experts, projections = _stacked_projections(path, theirs, fused, stacking)
         unfused = UnfusedExperts(fused, projections)
         layer.set_submodule(path, unfused)
         names |= {f"{path}.{name}": f"{experts}.{name}" for name in unfused.state_dict()}
@@ -92,6 +102,21 @@ def _projections(path: str, in_files: list[str], count: int) -> tuple[str, tuple
             f"that hold each projection of each expert by itself"
         )
     return prefixes.pop(), projections
+
+
+def _stacked_projections(
+    path: str, in_files: list[str], fused: nn.Module, stacking: StackedLayout
+) -> tuple[str, tuple[str, ...]]:
+    """As `_projections`, where the files have the model's own stacks."""
+    prefixes = {name.rpartition(".")[0] for name in in_files}
+    biases = [name + BIAS for name in stacking.projections] if stacking.has_bias else []
+    expected = (fused.is_transposed, {*stacking.projections, *biases})
+    if len(prefixes) != 1 or (stacking.is_transposed, {name.rpartition(".")[2] for name in in_files}) != expected:
+        raise LayoutError(
+            f"`{path}` is {', '.join(f'`{name}`' for name in in_files)} in the files, which is not how this family is known "
+            f"to stack its experts"
+        )
+    return prefixes.pop(), tuple(name for names in stacking.projections.values() for name in names)
 
 
 def _alias(layer: nn.Module, own: str, in_file: str) -> None:

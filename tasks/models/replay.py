@@ -85,7 +85,7 @@ def _reference(decoder: Decoder, chosen: tuple[int, ...], dtype: torch.dtype) ->
         else:
             tensors |= source.load([name])
     for place, i in enumerate(chosen):
-        for name, tensor in source.load(decoder.layer_tensor_names(i)).items():
+        for name, tensor in source.load_stacked(decoder.layer_tensor_names(i)).items():
             tensors[decoder.layer_name(place) + name.removeprefix(decoder.layer_name(i))] = tensor
     with _without_progress_bars():
         model, report = _cut_class(decoder, chosen).from_pretrained(

@@ -2,7 +2,8 @@
 
 Opening reads `config.json`, the index and the shards' headers, and tells everything that is wrong in one list. Loading
 reads only the bytes of the named tensors, with plain reads: a mapping would keep the pages of every layer that has
-passed in the process's resident memory. FP8 weights are widened as they are read, and nothing above sees their scales.
+passed in the process's resident memory. FP8 and MXFP4 weights are widened as they are read, and nothing above sees their
+scales; nor that a family's files hold experts stacked (stacked_experts.py).
 """
 
 import json
@@ -11,15 +12,17 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tasks.models import fp8_weights
+from tasks.models import fp8_weights, stacked_experts
 from tasks.models.fp8_weights import FP8Layout, ScaledWeight
 from tasks.models.shard_header import HeaderError, TensorInfo, read_header
+from tasks.models.stacked_experts import NAN_SCALE, ExpertPart, StackedLayout
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -50,8 +53,9 @@ class SourceError(ValueError):
 class SourceModel:
     """A directory with `config.json` and safetensors shards that agree with each other.
 
-    `config` and `tensors` are those of the model with plain weights. Of a source in a known FP8 layout that is not all
-    that its files hold: `stored_config` is the whole of its config.json, `scaled` where its FP8 weights and scales lie.
+    `config` and `tensors` are those of the model with plain weights, experts one by one. Of a source in a known FP8 layout
+    that is not all that its files hold: `stored_config` is the whole of its config.json, `scaled` where its FP8 weights
+    and scales lie. `parts` are the tensors that are cut out of stacks.
     """
 
     path: Path
@@ -61,6 +65,8 @@ class SourceModel:
     stored_config: dict[str, Any]
     layout: FP8Layout | None = None
     scaled: dict[str, ScaledWeight] = field(default_factory=dict)
+    stacking: StackedLayout | None = None
+    parts: dict[str, ExpertPart] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str) -> "SourceModel":
@@ -73,14 +79,20 @@ class SourceModel:
         config = _read_json(path / "config.json", problems)
         shards, index = _shards(path, problems)
         tensors = _tensors(path, shards, index, problems)
-        layout, seen = fp8_weights.layout_of(fp8_weights.described(config)), config
+        described, dtype = fp8_weights.described(config), fp8_weights.widened_dtype(config)
+        layout, stacking = fp8_weights.layout_of(described), stacked_experts.layout_of(config)
+        is_mxfp4 = stacking is not None and stacked_experts.is_mxfp4(described)
+        seen = fp8_weights.without_description(config) if layout is not None or is_mxfp4 else config
         scaled: dict[str, ScaledWeight] = {}
+        parts: dict[str, ExpertPart] = {}
         if layout is not None and not problems:
-            seen = fp8_weights.without_description(config)
-            tensors, scaled = fp8_weights.widened(tensors, layout, fp8_weights.widened_dtype(config), problems)
+            tensors, scaled = fp8_weights.widened(tensors, layout, dtype, problems)
+        if stacking is not None and not problems:
+            widened = dtype if is_mxfp4 else None
+            tensors, parts = stacked_experts.seen_one_by_one(tensors, stacking, widened, problems)
         if problems:
             raise SourceError(model, problems)
-        return cls(path, seen, tensors, shards, config, layout, scaled)
+        return cls(path, seen, tensors, shards, config, layout, scaled, stacking, parts)
 
     def load(
         self, names: Iterable[str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
@@ -95,6 +107,16 @@ class SourceModel:
             raise SourceError(self.path, absent)
         return {name: _placed(self._read(name, None), device, dtype) for name in names}
 
+    def load_stacked(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The named tensors as the model's own code takes them: those of experts that the files stack as whole stacks."""
+        names = list(names)
+        stacks = {self.parts[name].stack.name: self.parts[name] for name in names if name in self.parts}
+        plain = self.load([name for name in names if name not in self.parts])
+        return plain | {
+            name: part.stack.whole(partial(self._bytes_of, name), TORCH_DTYPE[part.stack.dtype])
+            for name, part in stacks.items()
+        }
+
     def load_rows(self, name: str, rows: int, dtype: torch.dtype | None = None) -> Tensor:
         """The first `rows` rows of one tensor on the CPU, without reading the others."""
         return _placed(self._read(name, rows), "cpu", dtype)
@@ -104,7 +126,7 @@ class SourceModel:
         one, two = self.tensors[name], self.tensors[other]
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             return False
-        if name in self.scaled or other in self.scaled:
+        if {name, other} & (self.scaled.keys() | self.parts.keys()):
             return torch.equal(self._read(name, None), self._read(other, None))
         with open(self.path / one.file, "rb") as here, open(self.path / two.file, "rb") as there:
             here.seek(one.start)
@@ -119,11 +141,18 @@ class SourceModel:
 
     def stored_bytes(self, name: str) -> int:
         """Bytes of one tensor in the files, with its scales where it has some."""
+        if name in self.parts:
+            return self.parts[name].stored_bytes
         return self.scaled[name].size_bytes if name in self.scaled else self.tensors[name].size_bytes
 
     def scale_problems(self) -> list[str]:
-        """A sentence for each FP8 weight whose scales are not all finite; reads the scales, which are few bytes."""
+        """A sentence for each widened weight whose scales are not all finite; reads the scales, which are few bytes."""
         return [
+            f"the scales of `{name}` hold {count} values that are NaN: the file is damaged, fetch it again"
+            for name, part in self.parts.items()
+            if part.stack.scales is not None
+            and (count := int((self._bytes_of(name, part.scales, None) == NAN_SCALE).sum()))
+        ] + [
             f"`{self.layout.scale_of(name)}` holds {count} values that are NaN or infinite: the "
             f"file is damaged, fetch it again"
             for name, scaled in self.scaled.items()
@@ -132,13 +161,16 @@ class SourceModel:
         ]
 
     def _read(self, name: str, rows: int | None) -> Tensor:
+        if name in self.parts:
+            part = self.parts[name]
+            return part.read(partial(self._bytes_of, name), TORCH_DTYPE[part.stack.dtype])[:rows]
         scaled = self.scaled.get(name)
         if scaled is None:
             return self._bytes_of(name, self.tensors[name], rows)
         values_NK, scales = self._bytes_of(name, scaled.values, rows), self._bytes_of(name, scaled.scales, None)
         return fp8_weights.dequantize(values_NK, scales, scaled.block, TORCH_DTYPE[self.tensors[name].dtype])
 
-    def _bytes_of(self, name: str, info: TensorInfo, rows: int | None) -> Tensor:
+    def _bytes_of(self, name: str, info: TensorInfo, rows: int | None = None) -> Tensor:
         """A tensor, or its first rows, as it lies in its file."""
         if info.dtype not in TORCH_DTYPE:
             raise SourceError(self.path, [f"`{name}` has the dtype {info.dtype}, which torch can't hold"])
