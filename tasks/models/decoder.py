@@ -494,10 +494,11 @@ class Decoder:
                     module.get_submodule(owner).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
         return HeadStep(front, last, head)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Hidden states [B, T, H] entering layer 0 for token ids [B, T], on the CPU in the source's dtype.
 
-        The embedding is loaded at the first call and stays until `release`.
+        Computed in the embedding's own dtype, as the model does, unless `dtype` names another one to compute in and to
+        return: some families scale what they embed. The embedding is loaded at the first call and stays until `release`.
         """
         if self._embedding is None:
             name = self._embedding_name
@@ -505,10 +506,24 @@ class Decoder:
             embedding.load_state_dict({"weight": self.source.load([name])[name]}, assign=True)
             self._embedding = embedding.requires_grad_(False)
         front = self._copied_front()
-        front.set_input_embeddings(self._embedding)
+        front.set_input_embeddings(self._embedding if dtype is None else self._embedding_in(dtype, input_ids))
         args, kwargs = self._calls(front, 1, input_ids=input_ids.cpu())[0]
         hidden_BTH: Tensor = args[0] if args else kwargs["hidden_states"]
-        return hidden_BTH.to(self.source_dtype)
+        return hidden_BTH.to(dtype or self.source_dtype)
+
+    def _embedding_in(self, dtype: torch.dtype, input_ids: Tensor) -> nn.Module:
+        """The embedding in this dtype: itself, or a copy with no more rows than these tokens need."""
+        embedding: Any = self._embedding
+        if embedding.weight.dtype == dtype:
+            return embedding
+        copied = copy.copy(embedding)
+        copied._parameters = {"weight": nn.Parameter(embedding.weight.to("meta"), requires_grad=False)}
+        copied._buffers = {name: buffer.to("meta", dtype) for name, buffer in embedding._buffers.items()}  # scales
+        _fill_buffers(self._model, copied, "cpu")  # before there are weights, which it would fill too
+        rows_VH = embedding.weight[: int(input_ids.max()) + 1].to(dtype)
+        copied._parameters = {"weight": nn.Parameter(rows_VH, requires_grad=False)}
+        copied.padding_idx = None
+        return copied
 
     def release(self) -> None:
         """Drop the embedding and the last masks."""

@@ -148,7 +148,7 @@ def _replay(
     """Run the layers one after the other as a run does, but for the rounding between them, which the model has not; what
     leaves the last.
     """
-    hidden_BTH = decoder.embed(input_ids).to(device, decoder.compute_dtype(device))
+    hidden_BTH = decoder.embed(input_ids, decoder.compute_dtype(device)).to(device)
     for i in chosen:
         arguments = decoder.call_arguments(i, hidden_BTH, attention_mask)
         with StagedForward(layers[decoder.layer_name(i)], decoder.subsets(i), [(hidden_BTH, arguments)]) as staged:
