@@ -26,7 +26,8 @@ from tasks.places import copied_files
 from tasks.report import Report
 
 # Keys of a config.json that say where the model lay on somebody's machine, or that another quantizer left behind.
-DROPPED_KEYS = ("_name_or_path", "name_or_path", "quantization_config")
+PLACES = ("_name_or_path", "name_or_path")
+DROPPED_KEYS = (*PLACES, "quantization_config")
 
 
 def shard_names(count: int) -> list[str]:
@@ -46,10 +47,17 @@ def index_of(shards: Mapping[str, Sequence[str]], total_size: int) -> bytes:
 
 def config_of(source_config: Mapping[str, Any], quantization_config: Mapping[str, Any]) -> bytes:
     """The source's config.json with `quantization_config`, `dtype` and `torch_dtype` equal, and no private path."""
-    config = {key: value for key, value in source_config.items() if key not in DROPPED_KEYS}
-    dtype = source_config.get("dtype") or source_config.get("torch_dtype") or "float32"
+    config = {key: _without_places(value) for key, value in source_config.items() if key not in DROPPED_KEYS}
+    text_config = source_config.get("text_config") or {}
+    said = (part.get(key) for part in (source_config, text_config) for key in ("dtype", "torch_dtype"))
+    dtype = next(filter(None, said), "float32")
     config |= {"dtype": dtype, "torch_dtype": dtype, "quantization_config": dict(quantization_config)}
     return json_bytes(dict(sorted(config.items())))
+
+
+def _without_places(value: Any) -> Any:
+    """A part of a config.json, such as `text_config`, without the place where that model lay."""
+    return {key: item for key, item in value.items() if key not in PLACES} if isinstance(value, dict) else value
 
 
 @task(name="export-model", task_run_name="{model} export", persist_result=False, cache_policy=NO_CACHE)

@@ -30,6 +30,7 @@ from tasks.formats.gguf_tokenizer import TokenizerFields, tokenizer_fields
 from tasks.methods.ggml import CHUNK_WEIGHTS
 from tasks.methods.grid import WeightError
 from tasks.methods.importance import ImportanceSum
+from tasks.models.families import WRAPPERS
 from tasks.models.source import SourceModel
 from tasks.models.tensor_check import DERIVABLE
 from tasks.quantization import GGUFConfig
@@ -147,6 +148,12 @@ class GGUFScheme(Scheme):
     # What preflight asks
 
     def problems(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        if self.source.config.get("model_type") in WRAPPERS:
+            yield (
+                f"a .gguf file holds a text model alone, and this {self.source.config['model_type']!r} wraps one, whose names "
+                f"and configuration are not told apart here; use another method, or a text model"
+            )
+            return
         found = gguf.problems(self.model_config)
         yield from found
         if found:
