@@ -105,7 +105,7 @@ def _add_model(run: running.Run, export: Export) -> int:
         held[file] = sorted(found)
         size += sum(tensor.nbytes for tensor in found.values())
         export.add_file(file, run.session.path_of(ref), ref.sha256)
-    outer = run.source.load(outer_names(run))
+    outer = run.scheme.written(run.decoder, run.source.load(outer_names(run)))
     held[files[-1]] = sorted(outer)
     size += sum(tensor.nbytes for tensor in outer.values())
     export.add_tensors(files[-1], outer)
@@ -121,7 +121,9 @@ def _add_adapter(run: running.Run, rank: int, export: Export) -> None:
     for ref in run.session.layer_objects(ADAPTER):
         tensors |= tensors_from(run.session.view(ref))
     export.add_tensors(peft.TENSORS_FILE, tensors)
-    export.add_bytes(peft.CONFIG_FILE, json_bytes(peft.adapter_config(rank, tensors)))
+    export.add_bytes(
+        peft.CONFIG_FILE, json_bytes(peft.adapter_config(rank, tensors, has_towers=bool(run.decoder.towers)))
+    )
 
 
 def outer_names(run: running.Run) -> list[str]:

@@ -13,8 +13,7 @@ from tiny_models import write_tiny_llama
 from transformers import AutoModelForCausalLM
 
 from tasks.models.calls import StandIn
-from tasks.models.decoder import Decoder
-from tasks.models.families import SUPPORTED
+from tasks.models.decoder import SUPPORTED, Decoder
 from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import SourceError, SourceModel
 
@@ -359,7 +358,7 @@ def test_peak_memory_does_not_grow_with_the_depth_of_the_model(tmp_path):
     script = """
 import sys, torch
 from tasks.models.calls import StandIn
-from tasks.models.decoder import Decoder
+from tasks.models.decoder import SUPPORTED, Decoder
 from tasks.models.source import SourceModel
 decoder = Decoder.from_source(SourceModel.open(sys.argv[1]))
 hidden = decoder.embed(torch.arange(64)[None])

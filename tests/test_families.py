@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tasks.models.decoder import Decoder
+from tasks.models.decoder import SUPPORTED, Decoder
 from tasks.models.experts import UnfusedExperts
-from tasks.models.families import SUPPORTED
 from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import SourceError, SourceModel
 from tests.tiny_families import FAMILIES, write_tiny

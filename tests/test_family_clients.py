@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from flows.quantize_model import quantize_model
 from tasks.quantization import RTNConfig
+from tests.flow_jobs import tiny_job
 from tests.packed_models import write_packed
 from tests.test_clients import CLIENT_CLASS, WIDENED_TOLERANCE, ask_client, relative_error
 from tests.tiny_families import write_tiny
+from tests.tiny_wrapped import write_wrapped
 
 pytestmark = pytest.mark.slow
 
@@ -34,4 +37,18 @@ def test_gptqmodel_loads_experts_one_by_one_and_computes_what_the_export_says(tm
     exports = {"qwen3_moe": packed("qwen3_moe", tmp_path, mlp_only_layers=[])}
     loaded = ask_client("gptqmodel", exports, IDS, tmp_path)["qwen3_moe"]
     assert list(loaded.answer["classes"].values()) == [CLIENT_CLASS] * 3 * (4 + 3 * 8)
+    assert relative_error(loaded.logits["widened"], loaded.expected) < WIDENED_TOLERANCE
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("loader", ["transformers", "gptqmodel"])
+def test_gptq_files_of_a_wrapper_are_loaded_with_its_tower_as_it_was(loader: str, tmp_path: Path) -> None:
+    """`mistral3`, for which GPTQModel 7.7.0 asks for no processor."""
+    model = write_wrapped("mistral3", tmp_path / "model")
+    job = tiny_job(model, tmp_path, quantization=RTNConfig(group_size=32))
+    quantize_model(job)
+    loaded = ask_client(loader, {"mistral3": Path(job.output)}, IDS, tmp_path)["mistral3"]
+    assert list(loaded.answer["classes"].values()) == [CLIENT_CLASS] * 3 * 7
+    assert set(loaded.answer["vision"].values()) == {"torch.nn.modules.linear.Linear"}
+    assert not loaded.answer["missing"] and not loaded.answer["unexpected"]
     assert relative_error(loaded.logits["widened"], loaded.expected) < WIDENED_TOLERANCE

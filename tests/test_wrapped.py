@@ -15,9 +15,9 @@ from tasks.calibration import CalibrationError
 from tasks.evaluate import dense_model
 from tasks.formats import gptq as gptq_layout
 from tasks.models.decoder import Decoder
-from tasks.models.families import WRAPPERS
 from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import SourceError, SourceModel
+from tasks.models.wrappers import WRAPPERS
 from tasks.quantization import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
 from tasks.schemes import decoder_of as decoder_of_config
 from tasks.schemes import scheme_of
@@ -126,13 +126,18 @@ def test_a_wrapper_is_stopped_gone_on_with_exported_and_read(family: str, names:
     linears = {
         f"{decoder.layer_name(i)}.{name}" for i in range(decoder.layer_count) for name in decoder.linear_shapes(i)
     }
-    assert {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")} == linears
+    # By the names of transformers' modules, as GPTQModel wants them.
+    packed = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
+    assert packed == {decoder.own_name(name) for name in linears}
+    assert all(name.startswith("model.language_model.layers.") for name in packed)
     for name in linears:
-        dense = gptq_layout.unpack(tensors, name, EIGHT_BITS).dequantize()
+        dense = gptq_layout.unpack(tensors, decoder.own_name(name), EIGHT_BITS).dequantize()
         weight = source.load([f"{name}.weight"])[f"{name}.weight"].float()
         assert (dense - weight).norm() < 0.02 * weight.norm(), name
     kept = {name for name in source.tensors if name.rpartition(".")[0] not in linears}
-    assert all(tensors[name].equal(source.load([name])[name]) for name in kept)
+    assert all(tensors[decoder.own_name(name)].equal(source.load([name])[name]) for name in kept)
+    biases = {name for name in source.tensors if name.endswith(".bias")} - kept
+    assert len(tensors) == len(kept) + len(biases) + 3 * 7 * 4
     for file in PREPROCESSING:
         assert (Path(job.output) / file).read_bytes() == (model / file).read_bytes()
     described, before = (json.loads((Path(place) / "config.json").read_text()) for place in (job.output, model))
@@ -141,14 +146,16 @@ def test_a_wrapper_is_stopped_gone_on_with_exported_and_read(family: str, names:
     assert described["quantization_config"]["bits"] == 8 and described["dtype"] == "bfloat16"
 
 
-READ = [
-    ("gemma3", "hub", RTNConfig(group_size=32, checkpoint_format="compressed-tensors"), 1e-5),
-    ("mistral3", "own", RTNConfig(group_size=32, checkpoint_format="compressed-tensors"), 1e-5),
-    ("qwen2_5_vl", "saved", RTNConfig(group_size=32, checkpoint_format="compressed-tensors"), 1e-5),
-    ("qwen3_vl", "saved", FP8Config(), 3e-2),  # activations are rounded to FP8 too
-    ("gemma3", "saved", FP8Config(), 3e-2),
-    ("llava", "hub", BitsAndBytesConfig(), 1e-5),
-    ("qwen2_vl", "saved", BitsAndBytesConfig(quant_type="int8"), 4e-2),  # and to 8 bits here
+COMPRESSED = RTNConfig(group_size=32, checkpoint_format="compressed-tensors")
+READ: list[tuple[str, str, Quantization, float]] = [
+    ("gemma3", "hub", COMPRESSED, 1e-5),
+    ("mistral3", "own", COMPRESSED, 1e-5),
+    ("qwen2_5_vl", "saved", COMPRESSED, 1e-5),
+    ("qwen3_vl", "saved", FP8Config(), 1e-2),  # a rounded activation next to a tie is another in a sum of another order
+    ("gemma3", "saved", FP8Config(), 1e-2),
+    # Its kernels compute in bfloat16 where the CPU has that.
+    ("llava", "hub", BitsAndBytesConfig(compute_dtype="float32"), 2e-2),
+    ("qwen2_vl", "saved", BitsAndBytesConfig(quant_type="int8"), 4e-2),  # activations are rounded to 8 bits
 ]
 
 
@@ -158,10 +165,15 @@ def test_transformers_loads_a_wrapper_and_computes_what_its_export_says(
     family: str, names: str, quantization: Quantization, tolerance: float, tmp_path: Path
 ) -> None:
     """Nothing missing, unexpected or quantized beside the text model's linears, and the logits of our own reading."""
-    model = write_wrapped(family, tmp_path / "model", names=names)
+    # transformers leaves what is not quantized in the dtype of the file here, whatever dtype is asked for.
+    dtype = torch.float32 if isinstance(quantization, BitsAndBytesConfig) else torch.bfloat16
+    model = write_wrapped(family, tmp_path / "model", names=names, dtype=dtype)
     job = tiny_job(model, tmp_path, quantization=quantization)
     quantize_model(job)
-    assert_read(job.output, tolerance)
+    rounds = isinstance(quantization, FP8Config)
+    assert text_linears_read(job.output, tolerance, rounds) == {"model.language_model"}
+    kept = [name for name in SourceModel.open(str(model)).tensors if "vis" in name or "projector" in name]
+    assert set(kept) < exported(job).keys()  # under the files' own names
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -170,10 +182,11 @@ def test_blocks_of_fp8_of_a_wrapper_are_read_where_its_sizes_allow_them(tmp_path
     model = write_wrapped("mistral3", tmp_path / "model", **sizes)
     job = tiny_job(model, tmp_path, quantization=FP8Config(granularity="block", checkpoint_format="fp8"))
     quantize_model(job)
-    assert_read(job.output, 1e-5)
+    assert text_linears_read(job.output, 1e-5) == set()  # on a CPU the weights are widened as they are loaded
 
 
-def assert_read(output: str, tolerance: float) -> None:
+def text_linears_read(output: str, tolerance: float, rounds_activations: bool = False) -> set[str]:
+    """Where in the model that transformers makes of an export linears were replaced, once it computes what the file says."""
     loaded, info = AutoModelForImageTextToText.from_pretrained(output, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
     changed = {
@@ -182,10 +195,20 @@ def assert_read(output: str, tolerance: float) -> None:
         if isinstance(module, torch.nn.Linear)
         and (type(module) is not torch.nn.Linear or hasattr(module, "quantization_scheme"))
     }
-    assert changed == {"model.language_model"}
+    dense = dense_model(output)
+    for name, module in dense.named_modules() if rounds_activations else ():
+        if isinstance(module, torch.nn.Linear) and "language_model.layers." in name:
+            module.register_forward_pre_hook(lambda _, args: (rounded_to_fp8(args[0]),))
     with torch.no_grad():
-        found, expected = loaded.eval()(IDS).logits.float(), dense_model(output)(IDS).logits
+        found, expected = loaded.eval()(IDS).logits.float(), dense(IDS).logits
     assert float((found - expected).norm() / expected.norm()) < tolerance
+    return changed
+
+
+def rounded_to_fp8(x_BTK: torch.Tensor) -> torch.Tensor:
+    """As readers of FP8 files round what enters a linear: with one scale per token."""
+    scale_BT1 = x_BTK.abs().amax(dim=-1, keepdim=True) / 448
+    return (x_BTK / scale_BT1).to(torch.float8_e4m3fn).float() * scale_BT1
 
 
 @pytest.mark.parametrize("names", ["saved", "own"])
@@ -260,7 +283,7 @@ def test_an_untied_head_of_a_wrapper_is_one_more_step_under_the_files_name(tmp_p
     check_replay(decoder)
     preflight.check(tiny_job(model, tmp_path, quantization=quantization))
     _, packed = finished_layer(model, tmp_path, 1, 3, calibration={"samples": 2}, quantization=quantization)
-    assert "language_model.lm_head.qweight" in packed
+    assert "lm_head.qweight" in packed
 
 
 def test_what_a_wrapper_leaves_unsaid_is_its_familys(tmp_path: Path) -> None:

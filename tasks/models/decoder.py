@@ -9,7 +9,7 @@ over stand-ins that only hand the hidden states on. Legend: `B` samples, `T` tok
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,6 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from tasks.models import fp8_weights
 from tasks.models.calls import HEAD, Arguments, Call, Handed, HeadStep, are_equal, calls_of_stand_ins, on_meta
 from tasks.models.experts import UnfusedExperts
-from tasks.models.families import model_class, refusal, text_model_refusal
 from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
 from tasks.models.layer_names import (
     LayoutError,
@@ -35,7 +34,17 @@ from tasks.models.layer_names import (
 )
 from tasks.models.source import TORCH_DTYPE, SourceError, SourceModel
 from tasks.models.tensor_check import tensor_problems
+from tasks.models.wrappers import WRAPPERS, model_class, outside, text_model_refusal
 
+# The families that are tested; what they have of their own is in transformers' code, and in none of ours.
+SUPPORTED = frozenset(
+    {
+        "apertus", "arcee", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
+        "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "granite", "hunyuan_v1_dense", "llama", "mistral",
+        "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2",
+        "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    }
+)  # fmt: skip
 # Of transformers' implementations of experts the one that goes through them one after the other.
 EXPERTS = "eager"
 # Attributes by which the modules of a layer know its place, which makes it no other kind.
@@ -43,6 +52,20 @@ LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
 
 # What a linear, by its full name, is quantized by: those with one answer may be quantized together. None: not at all.
 Grouping = Callable[[str], Hashable | None]
+
+
+def is_supported(model_type: object) -> bool:
+    """Whether a config.json with this `model_type`, which may be anything, is of a family that is known here."""
+    return isinstance(model_type, str) and (model_type in SUPPORTED or model_type in WRAPPERS)
+
+
+def refusal(config: Mapping[str, Any]) -> str | None:
+    """Why a model of this config.json is not supported, as far as its own `model_type` tells; None where it is."""
+    family = config.get("model_type")
+    if is_supported(family):
+        return None
+    wraps = "" if "text_config" not in config else f", with a text model inside {', '.join(sorted(WRAPPERS))}"
+    return f"its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}{wraps}"
 
 
 @dataclass(frozen=True)
@@ -151,7 +174,7 @@ class Decoder:
             config = AutoConfig.from_pretrained(source.path)
             if source.layout is not None and hasattr(config, "quantization_config"):
                 del config.quantization_config
-            reason = text_model_refusal(config)
+            reason = text_model_refusal(config, SUPPORTED)
             if reason is None:
                 with init_empty_weights(include_buffers=True):
                     model = _built(config, attn_implementation)
@@ -175,12 +198,22 @@ class Decoder:
         """What transformers' own code calls layer `i`, which in wrapped models may be another name than the files'."""
         return f"{self._own_layers_name}.{i}"
 
-    def own_name(self, module: str) -> str:
-        """What transformers' own code calls a linear in a layer, or the head, by its full name."""
-        prefix = f"{self._layers_name}."
-        if module.startswith(prefix):
-            return f"{self._own_layers_name}.{module.removeprefix(prefix)}"
-        return self._own_head_name if module == self.head_name else module
+    def own_name(self, name: str) -> str:
+        """What transformers' own code calls a tensor or module of the files, in a model that wraps a text model."""
+        if not self.towers:
+            return name
+        prefixes = {
+            f"{self._layers_name}.": f"{self._own_layers_name}.",
+            f"{self.head_name}.": f"{self._own_head_name}.",
+        }
+        for in_file, own in prefixes.items():
+            if f"{name}.".startswith(in_file):
+                return f"{own}{f'{name}.'.removeprefix(in_file)}".removesuffix(".")
+        return self._own_outer_names.get(name, name)
+
+    @cached_property
+    def _own_outer_names(self) -> dict[str, str]:
+        return {in_file: own for own, in_file in self._outer_in_files.items() if in_file not in self._tied}
 
     @property
     def step_count(self) -> int:
@@ -259,11 +292,8 @@ class Decoder:
                 if within.removesuffix(".weight") not in quantized and self._is_matrix(name):
                     names.append(f"{self.own_layer_name(i)}.{within}")
         for tower in self.towers:
-            names += [
-                f"{tower}.{name}.weight".replace("..", ".")
-                for name, module in self._model.get_submodule(tower).named_modules()
-                if isinstance(module, nn.Linear)
-            ]
+            inside = self._model.get_submodule(tower).named_modules(prefix=tower)
+            names += [name for name, module in inside if isinstance(module, nn.Linear)]
         return tuple(name.removesuffix(".weight") for name in names)
 
     def _is_matrix(self, name: str) -> bool:
@@ -639,17 +669,6 @@ def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
         attention = "eager"
     model: PreTrainedModel = whole._from_config(config, attn_implementation=attention, experts_implementation=EXPERTS)
     return model
-
-
-def outside(model: PreTrainedModel, front: nn.Module) -> Iterator[str]:
-    """Names of the modules beside the text model `front` and the head, each as high up as it can be."""
-    kept = {id(front), id(model.get_output_embeddings())}
-    around = {id(module) for module in model.modules() if kept & {id(inner) for inner in module.modules()}}
-    for name, module in model.named_modules():
-        if id(module) in around - kept:
-            for child_name, child in module.named_children():
-                if id(child) not in around:
-                    yield f"{name}.{child_name}" if name else child_name
 
 
 def _numbers(layers: list[int]) -> str:

@@ -16,9 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from tasks.models.calls import HEAD, map_tensors
-from tasks.models.decoder import EXPERTS, Decoder, layer_list, outside
+from tasks.models.decoder import EXPERTS, Decoder, layer_list
 from tasks.models.experts import UnfusedExperts, fused_experts
 from tasks.models.staged import StagedForward
+from tasks.models.wrappers import outside
 
 VOCABULARY_ROWS = 32
 HEAD_INPUT = "input of the head"
