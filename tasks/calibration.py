@@ -231,7 +231,11 @@ def _vocabulary_size(source_path: Path) -> int:
     path = source_path / "config.json"
     try:
         config = json.loads(path.read_bytes())
-        size = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        size = config.get("vocab_size") or config["text_config"].get("vocab_size")
+        if size is None:  # a wrapper's text model of the family's usual size, which its config.json does not tell
+            from transformers import AutoConfig
+
+            size = AutoConfig.from_pretrained(source_path, local_files_only=True).get_text_config().vocab_size
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CalibrationError(
             f"`{path}` does not tell the size of the vocabulary ({error!r}); mend the file"

@@ -20,13 +20,14 @@ from gguf import GGUFReader
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tasks.formats.gguf_families import lost_in_transformers
 from tasks.formats.gguf_plan import ROPE_FACTORS
 from tasks.models import fp8_weights, stacked_experts
 from tasks.models.layer_names import is_for_further_tokens
 from tasks.models.source import INDEX_FILE, SINGLE_FILE, SourceModel
+from tasks.models.wrappers import model_class
 from tasks.output_directory import GGUF_FILE
 from tasks.ruled_modules import of_module
 from tasks.schemes import LAYOUTS
@@ -89,8 +90,9 @@ def _from_tensors(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
             tensors = _widened(path, tensors, fp8) if fp8 is not None else _dense(path, tensors, quantization)
     if stacking is not None:
         tensors = stacked_experts.stacked(tensors, stacking)
-    tensors = {name: tensor for name, tensor in tensors.items() if not is_for_further_tokens(name, config)}
-    model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+    text_config = config.get_text_config()
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_for_further_tokens(name, text_config)}
+    model, loading = model_class(config).from_pretrained(
         None,
         config=config,
         state_dict=tensors,

@@ -43,10 +43,13 @@ class EXL3Scheme(Scheme):
         self.exl3_config = config
 
     @cached_property
+    def _decoder(self) -> Decoder:
+        return Decoder.from_source(self.source)
+
+    @cached_property
     def siblings(self) -> tuple[Siblings, ...]:
         """All subsets of all layers, in the order of execution."""
-        decoder = Decoder.from_source(self.source)
-        found = []
+        decoder, found = self._decoder, []
         for layer in range(decoder.layer_count):
             shapes, prefix = decoder.linear_shapes(layer), decoder.layer_name(layer)
             for subset in decoder.subsets(layer):
@@ -98,8 +101,9 @@ class EXL3Scheme(Scheme):
         storage = {}
         for name in self.widths:
             out_features, in_features = self.source.tensors[f"{name}.weight"].shape
-            storage[name] = layout.tensor_storage(
-                name, in_features, out_features, self.exl3_config, self.widths[name],
+            own = self._decoder.own_name(name)
+            storage[own] = layout.tensor_storage(
+                own, in_features, out_features, self.exl3_config, self.widths[name],
                 f"{name}.bias" in self.source.tensors,
             )  # fmt: skip
         return layout.quantization_config(self.exl3_config, storage)

@@ -26,7 +26,8 @@ from tasks.places import copied_files
 from tasks.report import Report
 
 # Keys of a config.json that say where the model lay on somebody's machine, or that another quantizer left behind.
-DROPPED_KEYS = ("_name_or_path", "name_or_path", "quantization_config")
+PLACES = ("_name_or_path", "name_or_path")
+DROPPED_KEYS = (*PLACES, "quantization_config")
 
 
 def shard_names(count: int) -> list[str]:
@@ -46,10 +47,17 @@ def index_of(shards: Mapping[str, Sequence[str]], total_size: int) -> bytes:
 
 def config_of(source_config: Mapping[str, Any], quantization_config: Mapping[str, Any]) -> bytes:
     """The source's config.json with `quantization_config`, `dtype` and `torch_dtype` equal, and no private path."""
-    config = {key: value for key, value in source_config.items() if key not in DROPPED_KEYS}
-    dtype = source_config.get("dtype") or source_config.get("torch_dtype") or "float32"
+    config = {key: _without_places(value) for key, value in source_config.items() if key not in DROPPED_KEYS}
+    text_config = source_config.get("text_config") or {}
+    said = (part.get(key) for part in (source_config, text_config) for key in ("dtype", "torch_dtype"))
+    dtype = next(filter(None, said), "float32")
     config |= {"dtype": dtype, "torch_dtype": dtype, "quantization_config": dict(quantization_config)}
     return json_bytes(dict(sorted(config.items())))
+
+
+def _without_places(value: Any) -> Any:
+    """A part of a config.json, such as `text_config`, without the place where that model lay."""
+    return {key: item for key, item in value.items() if key not in PLACES} if isinstance(value, dict) else value
 
 
 @task(name="export-model", task_run_name="{model} export", persist_result=False, cache_policy=NO_CACHE)
@@ -97,7 +105,7 @@ def _add_model(run: running.Run, export: Export) -> int:
         held[file] = sorted(found)
         size += sum(tensor.nbytes for tensor in found.values())
         export.add_file(file, run.session.path_of(ref), ref.sha256)
-    outer = run.source.load(outer_names(run))
+    outer = run.scheme.written(run.decoder, run.source.load(outer_names(run)))
     held[files[-1]] = sorted(outer)
     size += sum(tensor.nbytes for tensor in outer.values())
     export.add_tensors(files[-1], outer)
@@ -113,7 +121,9 @@ def _add_adapter(run: running.Run, rank: int, export: Export) -> None:
     for ref in run.session.layer_objects(ADAPTER):
         tensors |= tensors_from(run.session.view(ref))
     export.add_tensors(peft.TENSORS_FILE, tensors)
-    export.add_bytes(peft.CONFIG_FILE, json_bytes(peft.adapter_config(rank, tensors)))
+    export.add_bytes(
+        peft.CONFIG_FILE, json_bytes(peft.adapter_config(rank, tensors, has_towers=bool(run.decoder.towers)))
+    )
 
 
 def outer_names(run: running.Run) -> list[str]:

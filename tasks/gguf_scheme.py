@@ -32,6 +32,7 @@ from tasks.methods.grid import WeightError
 from tasks.methods.importance import ImportanceSum
 from tasks.models.source import SourceModel
 from tasks.models.tensor_check import DERIVABLE
+from tasks.models.wrappers import WRAPPERS
 from tasks.quantization import GGUFConfig
 from tasks.schemes import Prepared, Scheme, Statistic
 
@@ -147,6 +148,12 @@ class GGUFScheme(Scheme):
     # What preflight asks
 
     def problems(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        if self.source.config.get("model_type") in WRAPPERS:
+            yield (
+                f"a .gguf file holds a text model alone, and this {self.source.config['model_type']!r} wraps one, whose names "
+                f"and configuration are not told apart here; use another method, or a text model"
+            )
+            return
         found = gguf.problems(self.model_config)
         yield from found
         if found:

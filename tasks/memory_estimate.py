@@ -200,4 +200,5 @@ class MemoryEstimate:
         names = self.decoder.outer_tensor_names
         largest = max(self.decoder.source.tensors[name].size_bytes for name in names)
         before = largest + self._between_layers(False) if self.is_chain else 0
-        return max(largest + FINITE_CHECK_BYTES, self.scheme.outer_peak_bytes(names), before)
+        exported = self.scheme.outer_peak_bytes((*names, *self.decoder.carried_tensor_names))
+        return max(largest + FINITE_CHECK_BYTES, exported, before)

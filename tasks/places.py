@@ -21,6 +21,10 @@ COPIED_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "tekken.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 LEGAL_FILES = (
     "LICENSE",

@@ -17,7 +17,7 @@ from tasks.devices import DevicePool
 from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
 from tasks.memory_estimate import MemoryEstimate
-from tasks.models.decoder import SUPPORTED, Decoder, is_supported
+from tasks.models.decoder import Decoder, refusal
 from tasks.models.layer_names import ROUTERS
 from tasks.models.source import SourceError, SourceModel
 from tasks.module_rules import ModuleConfigs
@@ -339,7 +339,7 @@ class _Findings:
         yield from scheme.layer_notes(decoder)
         if self.job.calibration is not None and self.calibration is None:
             yield f"method `{self.job.quantization.method}` uses no calibration data; what is given is not read"
-        context = source.config.get("max_position_embeddings")
+        context = getattr(decoder.config, "max_position_embeddings", None)
         if self.calibration is not None and isinstance(context, int) and self.calibration.sequence_length > context:
             yield (
                 f"sequence_length {self.calibration.sequence_length} is longer than the model's context of {context} tokens"
@@ -349,12 +349,11 @@ class _Findings:
 def _family_problems(model: str) -> list[str]:
     """The family of a source that could not be opened, if its config.json tells one that is not supported."""
     try:
-        family = json.loads((Path(model).expanduser() / "config.json").read_bytes())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
+        config = json.loads((Path(model).expanduser() / "config.json").read_bytes())
+        reason = refusal(config) if "model_type" in config else None
+    except (OSError, ValueError, TypeError, AttributeError):
         return []  # what is wrong with config.json was told when the source was opened
-    if is_supported(family):
-        return []
-    return [f"source `{model}`: its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}"]
+    return [] if reason is None else [f"source `{model}`: {reason}"]
 
 
 def _memory_problems(memory: Memory, devices: tuple[str, ...], limit: int | None) -> Iterator[str]:

@@ -91,7 +91,7 @@ def quantize_layer(model: str, method: str, name: str, layer: int, key: str) -> 
     packed = pack(run, work)
     scan(packed, name)
     ref = session.current().stage_layer(name, safetensors_payload(packed))
-    adapter = _stage_adapter(work, name)
+    adapter = _stage_adapter(work, name, run.decoder.own_layer_name(layer))
     running.return_freed_memory()
     if run.needs_activations and not run.decoder.is_head(layer):
         run.replace_hidden([work.outputs[batch] for batch in range(len(run.hidden))])
@@ -143,7 +143,7 @@ def pack(run: running.Run, work: LayerWork) -> dict[str, Tensor]:
         if bias is None and f"{full}.bias" in run.source.tensors:
             bias = run.source.load([f"{full}.bias"])[f"{full}.bias"]
         packed |= run.scheme.of(full).pack(full, rows, bias)
-    return packed
+    return run.scheme.written(run.decoder, packed)
 
 
 def scan(tensors: dict[str, Tensor], layer_name: str) -> None:
@@ -159,11 +159,14 @@ def scan(tensors: dict[str, Tensor], layer_name: str) -> None:
             )
 
 
-def _stage_adapter(work: LayerWork, name: str) -> str | None:
-    """Stage the object of the layer's adapter; its digest, or None where none is made."""
+def _stage_adapter(work: LayerWork, name: str, own_name: str) -> str | None:
+    """Stage the object of the layer's adapter, which peft looks for by `own_name`, transformers' name of the layer.
+
+    Its digest, or None where none is made.
+    """
     if work.adapter is None:
         return None
-    tensors = work.adapter.tensors(name)
+    tensors = work.adapter.tensors(own_name)
     scan(tensors, name)
     return session.current().stage_layer(name, safetensors_payload(tensors), session.ADAPTER).sha256
 

@@ -22,6 +22,7 @@ FUSED = {
 }
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+")
 EXPERT_NUMBER = re.compile(r"(?<=experts\\\.)\d+(?=\\\.)")
+VLLM_LAYERS = "language_model.model.layers."  # of the text model in whatever wraps one
 TOLD = 3  # modules named in a message
 
 Ruled = GPTQConfig | RTNConfig | AWQConfig | FP8Config | BitsAndBytesConfig
@@ -78,10 +79,11 @@ def tell(described: dict[str, Any], config: Quantization, decoder: Decoder) -> d
 
     Modules that are left as they are, where the layout has a list for them, are told by `Scheme.leave_out`.
     """
+    if isinstance(config, GPTQConfig | RTNConfig) and config.checkpoint_format in gptq.FORMATS:
+        told = _gptq(described, config, decoder) if config.dynamic else described
+        return told | ({"dynamic": _towers(decoder) | told.get("dynamic", {})} if decoder.towers else {})
     if not isinstance(config, GPTQConfig | RTNConfig | AWQConfig) or not config.dynamic:
         return described
-    if isinstance(config, GPTQConfig | RTNConfig) and config.checkpoint_format in gptq.FORMATS:
-        return _gptq(described, config, decoder)
     if config.checkpoint_format == "compressed-tensors":
         return _compressed_tensors(described, config, decoder)
     return described
@@ -124,6 +126,8 @@ def _gptq(described: dict[str, Any], config: GPTQConfig | RTNConfig, decoder: De
                 _settings(found[m])["desc_act"] for m in modules if first(config.dynamic, m) == rule
             )
         dynamic[rule.pattern] = settings
+        if pattern := _by_other_names(rule, config, modules, decoder):
+            dynamic[("" if settings else LEAVE) + pattern] = settings
     told = described | {"dynamic": dynamic}
     if config.checkpoint_format == "gptq" and any(c is not None and not c.sym for c in found.values()):
         quantizer = list(dict.fromkeys([*described["meta"]["quantizer"], gptq.ASYMMETRIC_V1_MARK]))
@@ -134,8 +138,32 @@ def _gptq(described: dict[str, Any], config: GPTQConfig | RTNConfig, decoder: De
     if len(quantized) < len(modules) and not (decoder.has_experts or decoder.quantizes_head):
         within = [set(decoder.linear_shapes(i)) for i in range(decoder.layer_count)]
         are_alike = all(names == within[0] for names in within)
-        told["modules_in_block_to_quantize"] = [list(decoder.linear_shapes(0)) if are_alike else quantized]
+        by_own = [decoder.own_name(module) for module in quantized]
+        told["modules_in_block_to_quantize"] = [list(decoder.linear_shapes(0)) if are_alike else by_own]
     return told
+
+
+def _towers(decoder: Decoder) -> dict[str, Any]:
+    """A rule that leaves what a wrapper has beside its text model, whatever a reader calls the place of it."""
+    names = dict.fromkeys(tower.rpartition(".")[2] for tower in decoder.towers)
+    return {rf"{LEAVE}(?:.+\.)?(?:{'|'.join(map(re.escape, names))})(?:\.|$)": {}}
+
+
+def _by_other_names(rule: SkipRule, config: GPTQConfig | RTNConfig, modules: list[str], decoder: Decoder) -> str | None:
+    """An expression for the modules a rule decides about, where it does not match all names that readers have for them."""
+    within: dict[str, list[str]] = {}
+    is_enough = True
+    for module in modules:
+        if first(config.dynamic, module) != rule:
+            continue
+        within.setdefault("" if module == decoder.head_name else _within_layer(module, decoder), []).append(module)
+        prefix = _layers_prefix(decoder)
+        others = [other + module.removeprefix(prefix) for other in _prefixes(decoder) if module.startswith(prefix)]
+        is_enough &= all(rule.matches(other) for other in others or [decoder.own_name(module)])
+    if is_enough:
+        return None
+    head = f"(?:{'|'.join(map(re.escape, dict.fromkeys((decoder.own_name(decoder.head_name), decoder.head_name))))})"
+    return f"(?:{'|'.join(_pattern(name, full, decoder) if name else head for name, full in within.items())})$"
 
 
 def _compressed_tensors(
@@ -216,6 +244,12 @@ def _layers_prefix(decoder: Decoder) -> str:
     return decoder.layer_name(0).removesuffix("0")
 
 
+def _prefixes(decoder: Decoder) -> list[str]:
+    """What readers have before a layer's number: the files' name, that of transformers' modules, and in wrappers vLLM's."""
+    own = decoder.own_layer_name(0).removesuffix("0")
+    return list(dict.fromkeys([_layers_prefix(decoder), own, *([VLLM_LAYERS] if decoder.towers else [])]))
+
+
 def _any_expert(within: str) -> str:
     """One name for all experts' projections of a name, in which their number is that of the first."""
     return re.sub(r"(?<=experts\.)\d+(?=\.)", "0", within)
@@ -227,4 +261,5 @@ def _pattern(within: str, full: list[str], decoder: Decoder) -> str:
     layers = list(dict.fromkeys(name.removeprefix(prefix).partition(".")[0] for name in full))
     numbers = r"\d+" if len(layers) == decoder.layer_count else f"({'|'.join(layers)})"
     name = EXPERT_NUMBER.sub(lambda _: r"\d+", re.escape(within))
-    return rf"{re.escape(prefix)}{numbers}\.{name}"
+    before = [re.escape(one) for one in _prefixes(decoder)]
+    return rf"{before[0] if len(before) == 1 else '(?:' + '|'.join(before) + ')'}{numbers}\.{name}"

@@ -56,6 +56,9 @@ LAYOUTS: dict[str, ModuleType] = {
     "exl3": exl3_layout,
     "paroquant": paroquant_layout,
 }
+# Layouts that GPTQModel reads, which looks for tensors by the names of transformers' modules only. transformers and vLLM
+# know these as well as the older ones of wrapped models' files.
+BY_OWN_NAMES = ("gptq", "awq", "qqq", "exl3", "paroquant")
 # Methods whose statistic is, or is accompanied by, the covariance that an adapter is made from.
 COMPENSATED = ("gptq", "awq", "qqq", "paroquant")
 # Layouts in which a program reads packed experts of families whose own files stack them.
@@ -239,6 +242,11 @@ class Scheme:
     def carry(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of a layer that are not quantized, under their final names."""
         return dict(tensors)
+
+    def written(self, decoder: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by the names that they have in the export: the files', but in wrappers where a reader wants others."""
+        by_own = layout_name(self.config) in BY_OWN_NAMES
+        return {decoder.own_name(name) if by_own else name: tensor for name, tensor in tensors.items()}
 
     def quantization_config(self) -> dict[str, Any]:
         """What config.json says about the export."""

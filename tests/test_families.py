@@ -64,6 +64,12 @@ def test_every_family_replays_bit_for_bit(family, tmp_path):
             assert torch.equal(hidden, leaving[0] if isinstance(leaving, tuple) else leaving), f"layer {i}"
 
 
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text", "vaultgemma"])
+def test_embeddings_that_are_scaled_by_a_root_that_half_precision_rounds_replay_too(family, tmp_path):
+    """The check computes in float32, where the square root of 96 is another number than in bfloat16."""
+    check_replay(decoder_of(write_tiny(family, tmp_path / "model", hidden_size=96)))
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_tensor_of_every_family_has_a_name_and_every_linear_a_subset(family, tmp_path):
     decoder = decoder_of(write_tiny(family, tmp_path / "model"))

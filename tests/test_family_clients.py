@@ -11,6 +11,7 @@ from tests.flow_jobs import tiny_job
 from tests.packed_models import write_packed
 from tests.test_clients import AWQ_TOLERANCE, CLIENT_CLASS, WIDENED_TOLERANCE, ask_client, relative_error
 from tests.tiny_families import write_tiny
+from tests.tiny_wrapped import write_wrapped
 
 pytestmark = pytest.mark.slow
 
@@ -67,3 +68,17 @@ def test_gptqmodel_reads_experts_that_were_stacked_in_each_layout_that_is_allowe
         assert len(plain) == (12 if name == "ruled" else 0) and all(".experts." in module for module in plain), name
         logits = loaded.logits.get("widened", loaded.logits["loaded"])
         assert relative_error(logits, loaded.expected) < made[name][1], name
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("loader", ["transformers", "gptqmodel"])
+def test_gptq_files_of_a_wrapper_are_loaded_with_its_tower_as_it_was(loader: str, tmp_path: Path) -> None:
+    """`mistral3`, for which GPTQModel 7.7.0 asks for no processor."""
+    model = write_wrapped("mistral3", tmp_path / "model")
+    job = tiny_job(model, tmp_path, quantization=RTNConfig(group_size=32))
+    quantize_model(job)
+    loaded = ask_client(loader, {"mistral3": Path(job.output)}, IDS, tmp_path)["mistral3"]
+    assert list(loaded.answer["classes"].values()) == [CLIENT_CLASS] * 3 * 7
+    assert set(loaded.answer["vision"].values()) == {"torch.nn.modules.linear.Linear"}
+    assert not loaded.answer["missing"] and not loaded.answer["unexpected"]
+    assert relative_error(loaded.logits["widened"], loaded.expected) < WIDENED_TOLERANCE

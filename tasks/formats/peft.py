@@ -30,8 +30,12 @@ def packed_bytes(in_features: int, out_features: int, rank: int, itemsize: int) 
     return rank * (in_features + out_features) * itemsize
 
 
-def adapter_config(rank: int, tensors: Iterable[str]) -> dict[str, Any]:
-    """What adapter_config.json holds, for these names of tensors; the base model is named by whoever loads it."""
+def adapter_config(rank: int, tensors: Iterable[str], has_towers: bool = False) -> dict[str, Any]:
+    """What adapter_config.json holds, for these names of tensors; the base model is named by whoever loads it.
+
+    With towers beside the text model, where modules of the same names are, these are told in full.
+    """
+    modules = {name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in tensors}
     return {
         "base_model_name_or_path": None,
         "bias": "none",
@@ -42,7 +46,7 @@ def adapter_config(rank: int, tensors: Iterable[str]) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": rank,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": sorted(modules if has_towers else {name.rpartition(".")[2] for name in modules}),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,

@@ -9,7 +9,7 @@ over stand-ins that only hand the hidden states on. Legend: `B` samples, `T` tok
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,16 +17,25 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tasks.models import fp8_weights
 from tasks.models.calls import HEAD, Arguments, Call, Handed, HeadStep, are_equal, calls_of_stand_ins, on_meta
 from tasks.models.experts import UnfusedExperts
 from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
-from tasks.models.layer_names import LayoutError, is_for_further_tokens, linears, names_in_files, unfuse
+from tasks.models.layer_names import (
+    LayoutError,
+    common_layers_name,
+    is_for_further_tokens,
+    linears,
+    names_as_loaded,
+    names_in_files,
+    unfuse,
+)
 from tasks.models.source import TORCH_DTYPE, SourceError, SourceModel
 from tasks.models.stacked_experts import STACKED_FAMILIES
 from tasks.models.tensor_check import tensor_problems
+from tasks.models.wrappers import WRAPPERS, model_class, outside, text_model_refusal
 
 # The families that are tested; what they have of their own is in transformers' code, and in none of ours.
 SUPPORTED = frozenset(
@@ -48,7 +57,16 @@ Grouping = Callable[[str], Hashable | None]
 
 def is_supported(model_type: object) -> bool:
     """Whether a config.json with this `model_type`, which may be anything, is of a family that is known here."""
-    return isinstance(model_type, str) and model_type in SUPPORTED
+    return isinstance(model_type, str) and (model_type in SUPPORTED or model_type in WRAPPERS)
+
+
+def refusal(config: Mapping[str, Any]) -> str | None:
+    """Why a model of this config.json is not supported, as far as its own `model_type` tells; None where it is."""
+    family = config.get("model_type")
+    if is_supported(family):
+        return None
+    wraps = "" if "text_config" not in config else f", with a text model inside {', '.join(sorted(WRAPPERS))}"
+    return f"its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}{wraps}"
 
 
 @dataclass(frozen=True)
@@ -85,24 +103,26 @@ class Decoder:
         self.source = source
         self._grouping = grouping
         self.quantizes_head = quantizes_head
-        self.config: PreTrainedConfig = model.config
-        self.attn_implementation: str = model.config._attn_implementation
         self.model_class = type(model)
+        self.model_config: PreTrainedConfig = model.config
         self._model = model
-        self._front = model.get_decoder()  # everything but the layers, the head and their weights
+        self._front = model.get_decoder()  # everything but the layers, the head and their weights, and towers beside it
+        self.config: PreTrainedConfig = self._front.config  # of the text model, where another one wraps it
+        self.attn_implementation: str = self.config._attn_implementation
         self._layers_attribute, layers = layer_list(self._front, self.config.num_hidden_layers)
         self._layers: tuple[nn.Module, ...] = tuple(layers)
         self.layer_count = len(self._layers)
         front_name = next(name for name, module in model.named_modules() if module is self._front)
         self._front_name = front_name
-        self._layers_name = ".".join(part for part in (front_name, self._layers_attribute) if part)
+        self._own_layers_name = ".".join(part for part in (front_name, self._layers_attribute) if part)
         try:
-            self._in_files, self._outer_in_files = self._names_in_files(), self._outer_names_in_files()
+            self._layers_name, self._in_files = self._names_in_files()
+            self._outer_in_files = self._outer_names_in_files()
         except LayoutError as error:
             raise SourceError(source.path, [str(error)]) from error
         setattr(self._front, self._layers_attribute, nn.ModuleList())
         for module in self._front.modules():
-            _fill_buffers(model, module, "cpu")
+            _fill_buffers(self._front, module, "cpu")
         embedding = model.get_input_embeddings()
         own_name = next(name for name, module in model.named_modules() if module is embedding)
         self._embedding_name = self._outer_in_files[f"{own_name}.weight"]
@@ -141,11 +161,8 @@ class Decoder:
         Raises SourceError when the family is not supported, the source is quantized in a way that can't be read, or tensors are missing,
         unexpected or of another shape; all in one list.
         """
-        family = source.config.get("model_type")
-        if not is_supported(family):
-            raise SourceError(
-                source.path, [f"its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}"]
-            )
+        if (reason := refusal(source.config)) is not None:
+            raise SourceError(source.path, [reason])
         if (described := fp8_weights.described(source.config)) is not None:
             method = described.get("quant_method") if isinstance(described, dict) else None
             problem = (
@@ -159,12 +176,16 @@ class Decoder:
             config = AutoConfig.from_pretrained(source.path)
             if hasattr(config, "quantization_config"):
                 del config.quantization_config
-            with init_empty_weights(include_buffers=True):
-                model = _built(config, attn_implementation)
+            reason = text_model_refusal(config, SUPPORTED)
+            if reason is None:
+                with init_empty_weights(include_buffers=True):
+                    model = _built(config, attn_implementation)
         except Exception as error:  # config.json is the user's: whatever it makes transformers raise is told as such
             raise SourceError(source.path, [f"transformers can't build it from `config.json`: {error}"]) from error
-        if config.num_hidden_layers < 1:
-            raise SourceError(source.path, [f"config.json gives it {config.num_hidden_layers} layers"])
+        if reason is not None:
+            raise SourceError(source.path, [reason])
+        if (count := config.get_text_config().num_hidden_layers) < 1:
+            raise SourceError(source.path, [f"config.json gives it {count} layers"])
         return cls(source, model.eval().requires_grad_(False), grouping, quantizes_head)
 
     # Names
@@ -174,6 +195,27 @@ class Decoder:
         if self.is_head(i):
             return self.head_name
         return f"{self._layers_name}.{i}"
+
+    def own_layer_name(self, i: int) -> str:
+        """What transformers' own code calls layer `i`, which in wrapped models may be another name than the files'."""
+        return f"{self._own_layers_name}.{i}"
+
+    def own_name(self, name: str) -> str:
+        """What transformers' own code calls a tensor or module of the files, in a model that wraps a text model."""
+        if not self.towers:
+            return name
+        prefixes = {
+            f"{self._layers_name}.": f"{self._own_layers_name}.",
+            f"{self.head_name}.": f"{self._own_head_name}.",
+        }
+        for in_file, own in prefixes.items():
+            if f"{name}.".startswith(in_file):
+                return f"{own}{f'{name}.'.removeprefix(in_file)}".removesuffix(".")
+        return self._own_outer_names.get(name, name)
+
+    @cached_property
+    def _own_outer_names(self) -> dict[str, str]:
+        return {in_file: own for own, in_file in self._outer_in_files.items() if in_file not in self._tied}
 
     @property
     def step_count(self) -> int:
@@ -187,9 +229,17 @@ class Decoder:
     @cached_property
     def head_name(self) -> str:
         """Full name of the output head, such as `lm_head`."""
+        return self._outer_in_files[f"{self._own_head_name}.weight"].removesuffix(".weight")
+
+    @cached_property
+    def _own_head_name(self) -> str:
         head = self._model.get_output_embeddings()
-        own_name = next(name for name, module in self._model.named_modules() if module is head)
-        return self._outer_in_files[f"{own_name}.weight"].removesuffix(".weight")
+        return next(name for name, module in self._model.named_modules() if module is head)
+
+    @cached_property
+    def towers(self) -> tuple[str, ...]:
+        """What a wrapper has beside its text model and head, by transformers' names of these modules; nothing is quantized."""
+        return tuple(outside(self._model, self._front))
 
     @property
     def has_tied_head(self) -> bool:
@@ -208,51 +258,90 @@ class Decoder:
 
     @cached_property
     def outer_tensor_names(self) -> tuple[str, ...]:
-        """Full names of the tensors outside the layers (embedding, norm, head), without a tied head."""
-        return tuple(name for name in self._outer_in_files.values() if name not in self._tied)
+        """Full names of the text model's tensors outside the layers (embedding, norm, head), without a tied head."""
+        of_towers = set(self._tower_tensor_names)
+        return tuple(name for name in self._outer_in_files.values() if name not in self._tied and name not in of_towers)
 
     @cached_property
     def carried_tensor_names(self) -> tuple[str, ...]:
-        """Full names of the source's tensors that the model does not use and an export keeps: multi-token prediction."""
-        return tuple(name for name in self.source.tensors if is_for_further_tokens(name, self.config))
+        """Full names of the source's tensors that no text needs and an export keeps: towers, multi-token prediction."""
+        names = set(self._outer_in_files.values())
+        further = (
+            name for name in self.source.tensors if name not in names and is_for_further_tokens(name, self.config)
+        )
+        return (*self._tower_tensor_names, *further)
+
+    @cached_property
+    def _tower_tensor_names(self) -> tuple[str, ...]:
+        prefixes = tuple(f"{tower}." for tower in self.towers)
+        return tuple(
+            in_file for name, in_file in self._outer_in_files.items() if prefixes and name.startswith(prefixes)
+        )
 
     @cached_property
     def kept_modules(self) -> tuple[str, ...]:
-        """Full names of the matrices in layers, and of what is carried, that are not quantized: routers, and what rules leave."""
-        names = [*self.carried_tensor_names]
-        for i in range(self.layer_count):
-            linears = self.linear_shapes(i)
-            prefix = f"{self.layer_name(i)}."
-            names += [
-                name
-                for name in self.layer_tensor_names(i)
-                if name.removeprefix(prefix).removesuffix(".weight") not in linears
-            ]
-        return tuple(
-            name.removesuffix(".weight")
-            for name in names
-            if name.endswith(".weight") and len(self.source.tensors[name].shape) == 2
-        )
+        """The matrices in layers, and of what is carried, that are not quantized: routers, what rules leave, towers' linears.
 
-    def _names_in_files(self) -> dict[int, dict[str, tuple[str, ...]]]:
-        """For each kind of layer the files' names of its tensors by its own, all within the layer."""
-        found = {}
+        By the names that transformers' own code has for them, by which loaders look for them; what it does not build, by
+        the files'.
+        """
+        of_towers = set(self._tower_tensor_names)
+        names = [name for name in self.carried_tensor_names if name not in of_towers and self._is_matrix(name)]
+        for i in range(self.layer_count):
+            quantized = self.linear_shapes(i)
+            for name in self.layer_tensor_names(i):
+                within = name.removeprefix(f"{self.layer_name(i)}.")
+                if within.removesuffix(".weight") not in quantized and self._is_matrix(name):
+                    names.append(f"{self.own_layer_name(i)}.{within}")
+        for tower in self.towers:
+            inside = self._model.get_submodule(tower).named_modules(prefix=tower)
+            names += [name for name, module in inside if isinstance(module, nn.Linear)]
+        return tuple(name.removesuffix(".weight") for name in names)
+
+    def _is_matrix(self, name: str) -> bool:
+        return name.endswith(".weight") and len(self.source.tensors[name].shape) == 2
+
+    def _names_in_files(self) -> tuple[str, dict[int, dict[str, tuple[str, ...]]]]:
+        """The files' name of all layers, and for each kind of layer their names of its tensors by its own, within the layer."""
+        found, layers_names = {}, set()
         for kind in self.layers_of_each_kind:
-            prefix = f"{self.layer_name(kind)}."
-            tensors = {prefix + name: tensor for name, tensor in self._layers[kind].state_dict().items()}
+            own_prefix = f"{self.own_layer_name(kind)}."
+            tensors = {own_prefix + name: tensor for name, tensor in self._layers[kind].state_dict().items()}
+            names = self._names_of(tensors)
+            in_files = [part for parts in names.values() for part in parts]
+            layers_name = common_layers_name(
+                [part for part in in_files if part in self.source.tensors] or in_files, kind
+            )
+            layers_names.add(layers_name)
+            prefix = f"{layers_name}.{kind}."
             found[kind] = {
-                name.removeprefix(prefix): tuple(part.removeprefix(prefix) for part in parts)
-                for name, parts in names_in_files(self._model, tensors).items()
+                name.removeprefix(own_prefix): tuple(
+                    part.removeprefix(prefix) if part.startswith(prefix) else name.removeprefix(own_prefix)
+                    for part in parts
+                )
+                for name, parts in names.items()
             }
-        return found
+        if len(layers_names) > 1:
+            raise LayoutError(f"layers lie under several names in the files: {', '.join(sorted(layers_names))}")
+        return layers_names.pop(), found
+
+    def _names_of(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+        """The files' names of the model's tensors: as it is saved today, or what these files have instead."""
+        names = names_in_files(self._model, tensors)
+        absent = [name for name, parts in names.items() if not self.source.tensors.keys() >= set(parts)]
+        return names | {name: (self._as_loaded[name],) for name in absent if name in self._as_loaded}
+
+    @cached_property
+    def _as_loaded(self) -> dict[str, str]:
+        return names_as_loaded(self._model, self.source.tensors)
 
     def _outer_names_in_files(self) -> dict[str, str]:
         """The files' names of the tensors outside the layers by the model's own."""
         outer = {
-            name: t for name, t in self._model.state_dict().items() if not name.startswith(f"{self._layers_name}.")
+            name: t for name, t in self._model.state_dict().items() if not name.startswith(f"{self._own_layers_name}.")
         }
         names = {}
-        for name, in_files in names_in_files(self._model, outer).items():
+        for name, in_files in self._names_of(outer).items():
             if len(in_files) != 1:
                 raise LayoutError(f"`{name}` is made of {len(in_files)} tensors of the files")
             (names[name],) = in_files
@@ -433,7 +522,7 @@ class Decoder:
         """Which modules of layer `i` may take up scales of its linears' inputs; no weight is read."""
         layer = copy.deepcopy(self._skeleton(i).layer, {id(self.config): self.config})
         for module in layer.modules():
-            _fill_buffers(self._model, module, "cpu")
+            _fill_buffers(self._front, module, "cpu")
         generator = torch.Generator().manual_seed(0)
         hidden_BTH = torch.randn(1, PROBED_TOKENS, self.config.hidden_size, generator=generator)
         return find_folding(layer, self.subsets(i), hidden_BTH, self.call_arguments(i, hidden_BTH, None))
@@ -471,7 +560,7 @@ class Decoder:
         tensors = self.source.load(own_names, device, dtype)
         layer.load_state_dict({own_names[name]: tensor for name, tensor in tensors.items()}, assign=True)
         for module in layer.modules():
-            _fill_buffers(self._model, module, device)
+            _fill_buffers(self._front, module, device)
             if isinstance(module, UnfusedExperts):
                 module.lay_out()
         return layer.requires_grad_(False)
@@ -499,10 +588,11 @@ class Decoder:
                     module.get_submodule(owner).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
         return HeadStep(front, last, head)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Hidden states [B, T, H] entering layer 0 for token ids [B, T], on the CPU in the source's dtype.
 
-        The embedding is loaded at the first call and stays until `release`.
+        Computed in the embedding's own dtype, as the model does, unless `dtype` names another one to compute in and to
+        return: some families scale what they embed. The embedding is loaded at the first call and stays until `release`.
         """
         if self._embedding is None:
             name = self._embedding_name
@@ -510,10 +600,22 @@ class Decoder:
             embedding.load_state_dict({"weight": self.source.load([name])[name]}, assign=True)
             self._embedding = embedding.requires_grad_(False)
         front = self._copied_front()
-        front.set_input_embeddings(self._embedding)
+        front.set_input_embeddings(self._embedding if dtype is None else self._embedding_in(dtype, input_ids))
         args, kwargs = self._calls(front, 1, input_ids=input_ids.cpu())[0]
         hidden_BTH: Tensor = args[0] if args else kwargs["hidden_states"]
-        return hidden_BTH.to(self.source_dtype)
+        return hidden_BTH.to(dtype or self.source_dtype)
+
+    def _embedding_in(self, dtype: torch.dtype, input_ids: Tensor) -> nn.Module:
+        """A copy of the embedding in this dtype, with no more rows than these tokens need."""
+        embedding: Any = self._embedding
+        copied = copy.copy(embedding)
+        copied._parameters = {"weight": nn.Parameter(embedding.weight.to("meta"), requires_grad=False)}
+        copied._buffers = {name: buffer.to("meta", dtype) for name, buffer in embedding._buffers.items()}  # scales
+        _fill_buffers(self._front, copied, "cpu")  # before there are weights, which it would fill too
+        rows_VH = embedding.weight[: int(input_ids.max()) + 1].to(dtype)
+        copied._parameters = {"weight": nn.Parameter(rows_VH, requires_grad=False)}
+        copied.padding_idx = None
+        return copied
 
     def release(self) -> None:
         """Drop the embedding and the last masks."""
@@ -567,10 +669,10 @@ class Decoder:
 
 def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     """The model with this attention where its family has it, and with experts one after the other."""
-    if attention == "sdpa" and not AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa:
+    whole = model_class(config)
+    if attention == "sdpa" and not whole._supports_sdpa:
         attention = "eager"
-    options = {"attn_implementation": attention, "experts_implementation": EXPERTS}
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+    model: PreTrainedModel = whole._from_config(config, attn_implementation=attention, experts_implementation=EXPERTS)
     return model
 
 
@@ -605,10 +707,10 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     return type(layer), shapes, settings
 
 
-def _fill_buffers(model: PreTrainedModel, module: nn.Module, device: str | torch.device) -> None:
+def _fill_buffers(front: PreTrainedModel, module: nn.Module, device: str | torch.device) -> None:
     """Give a module's own computed buffers, which no file holds, their values: as transformers does on loading."""
     empty = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
     for name in empty:
         setattr(module, name, torch.empty_like(getattr(module, name), device=device))
     if empty:
-        model._init_weights(module)
+        front._init_weights(module)

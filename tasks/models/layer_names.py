@@ -5,11 +5,12 @@ what each was called; so no family's names are written down here.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 
 from tasks.models.experts import BIAS, UnfusedExperts, experts_in, fused_experts, is_cut_in_order, why_not_unfused
 from tasks.models.stacked_experts import StackedLayout
@@ -37,6 +38,22 @@ def names_in_files(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dic
         except Exception as error:  # conversions are transformers' own and many; one that we can't follow is told
             raise LayoutError(f"`{name}` is made from the files' tensors in a way not known here: {error}") from error
     return names
+
+
+def names_as_loaded(model: PreTrainedModel, held: Iterable[str]) -> dict[str, str]:
+    """For each tensor that files of these names hold the files' name by the model's own, as transformers' loader renames
+    them: wrapped models lie in files under names of several ages. Not of those that are fused.
+    """
+    renamings = [t for t in get_model_conversion_mapping(model, add_legacy=False) if isinstance(t, WeightRenaming)]
+    return {rename_source_key(name, renamings, [])[0]: name for name in held}
+
+
+def common_layers_name(names: Collection[str], number: int) -> str:
+    """The name that all layers have before their number, by the names of the tensors of layer `number`."""
+    found = {name.partition(f".{number}.")[0] for name in names}
+    if len(found) > 1 or found & set(names):
+        raise LayoutError(f"the tensors of layer {number} have no name in common in the files (`{min(names)}`)")
+    return found.pop()
 
 
 def unfuse(

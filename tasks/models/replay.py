@@ -19,6 +19,7 @@ from tasks.models.calls import HEAD, map_tensors
 from tasks.models.decoder import EXPERTS, Decoder, layer_list
 from tasks.models.experts import UnfusedExperts, fused_experts
 from tasks.models.staged import StagedForward
+from tasks.models.wrappers import outside
 
 VOCABULARY_ROWS = 32
 HEAD_INPUT = "input of the head"
@@ -40,7 +41,7 @@ def check_replay(decoder: Decoder, device: str | torch.device = "cpu") -> None:
     chosen = decoder.layers_of_each_kind
     reference = _reference(decoder, chosen, decoder.compute_dtype(device)).to(device)
     # The cut model's layers, found by the names that its tensors were given.
-    theirs = {decoder.layer_name(i): reference.get_submodule(decoder.layer_name(n)) for n, i in enumerate(chosen)}
+    theirs = {decoder.layer_name(i): reference.get_submodule(decoder.own_layer_name(n)) for n, i in enumerate(chosen)}
     ours = {decoder.layer_name(i): decoder.materialise(i, device) for i in chosen}
     _compare(_weights(theirs), _weights(ours))
     rows = reference.get_input_embeddings().num_embeddings
@@ -75,9 +76,10 @@ def _refuse_unlike_calls(decoder: Decoder, attention_mask: Tensor, device: str |
 def _reference(decoder: Decoder, chosen: tuple[int, ...], dtype: torch.dtype) -> PreTrainedModel:
     """The cut model, loaded by transformers from the source's tensors, on the CPU."""
     source = decoder.source
-    config = copy.deepcopy(decoder.config)
-    rows = min(VOCABULARY_ROWS, config.vocab_size)
-    config.vocab_size, config.pad_token_id = rows, None
+    config = copy.deepcopy(decoder.model_config)
+    text_config = config.get_text_config()
+    rows = min(VOCABULARY_ROWS, text_config.vocab_size)
+    text_config.vocab_size, text_config.pad_token_id = rows, None
     tensors = {}
     for name in decoder.outer_tensor_names:
         if source.tensors[name].shape[0] == decoder.config.vocab_size:
@@ -104,7 +106,8 @@ def _reference(decoder: Decoder, chosen: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def _cut_class(decoder: Decoder, chosen: tuple[int, ...]) -> type[PreTrainedModel]:
-    """The model's class, which drops all layers but the chosen as soon as it is built: before any has weights.
+    """The model's class, which drops all layers but the chosen, and towers that text does not pass through, as soon as it
+    is built: before any has weights.
 
     They are built by the whole configuration, so that each is what it is in the whole model. Its settings that hold one
     value per layer are then cut alike.
@@ -117,10 +120,13 @@ def _cut_class(decoder: Decoder, chosen: tuple[int, ...]) -> type[PreTrainedMode
         front = self.get_decoder()
         attribute, layers = layer_list(front, count)
         setattr(front, attribute, nn.ModuleList(layers[i] for i in chosen))
-        for key, value in list(vars(self.config).items()):
-            if isinstance(value, list | tuple) and len(value) == count:
-                setattr(self.config, key, [value[i] for i in chosen])
-        self.config.num_hidden_layers = len(chosen)
+        for name in list(outside(self, front)):
+            self.set_submodule(name, nn.Module())
+        for own in {id(part): part for part in (self.config.get_text_config(), front.config)}.values():
+            for key, value in list(vars(own).items()):
+                if isinstance(value, list | tuple) and len(value) == count:
+                    setattr(own, key, [value[i] for i in chosen])
+            own.num_hidden_layers = len(chosen)
 
     # Its module too: transformers knows by it whose names for the tensors hold.
     return type(whole.__name__, (whole,), {"__init__": build, "__module__": whole.__module__})
@@ -148,7 +154,7 @@ def _replay(
     """Run the layers one after the other as a run does, but for the rounding between them, which the model has not; what
     leaves the last.
     """
-    hidden_BTH = decoder.embed(input_ids).to(device, decoder.compute_dtype(device))
+    hidden_BTH = decoder.embed(input_ids, decoder.compute_dtype(device)).to(device)
     for i in chosen:
         arguments = decoder.call_arguments(i, hidden_BTH, attention_mask)
         with StagedForward(layers[decoder.layer_name(i)], decoder.subsets(i), [(hidden_BTH, arguments)]) as staged:
