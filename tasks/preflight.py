@@ -331,6 +331,12 @@ class _Findings:
                 f"the source is MXFP4 ({mxfp4} weights): they are widened to "
                 f"{str(decoder.source_dtype).removeprefix('torch.')} as they are read, and none is exported so"
             )
+        if decoder.towers:
+            carried = sum(source.tensors[name].size_bytes for name in decoder.carried_tensor_names)
+            yield (
+                f"this {source.config['model_type']} wraps a text model, which is quantized; "
+                f"{', '.join(f'`{tower}`' for tower in decoder.towers)} ({size(carried)}) are carried through as they are"
+            )
         own = {scheme.of(kind.modules[0]): None for kind in decoder.linear_kinds}
         yield from dict.fromkeys(note for part in own for note in part.notes())
         yield from ruled_modules.notes(self.job.quantization, decoder)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from flows.quantize_model import quantize_model
@@ -14,11 +16,21 @@ from tasks import preflight, ruled_modules
 from tasks.calibration import CalibrationError
 from tasks.evaluate import dense_model
 from tasks.formats import gptq as gptq_layout
+from tasks.formats import peft
 from tasks.models.decoder import Decoder
 from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import SourceError, SourceModel
 from tasks.models.wrappers import WRAPPERS
-from tasks.quantization import BitsAndBytesConfig, FP8Config, GGUFConfig, GPTQConfig, Quantization, RTNConfig
+from tasks.quantization import (
+    AWQConfig,
+    BitsAndBytesConfig,
+    EoRAConfig,
+    FP8Config,
+    GGUFConfig,
+    GPTQConfig,
+    Quantization,
+    RTNConfig,
+)
 from tasks.schemes import decoder_of as decoder_of_config
 from tasks.schemes import scheme_of
 from tests.flow_jobs import tiny_job
@@ -93,6 +105,8 @@ def test_a_missing_and_a_surplus_tensor_of_a_tower_are_told_by_the_files_names(t
     tower = "vision_tower.vision_model.encoder.layers"
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        # Which old files have, and the model computes.
+        tensors["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(16)[None]
         tensors[f"{tower}.7.mlp.fc1.weight"] = tensors[f"{tower}.1.mlp.fc1.weight"].clone()
         del tensors["multi_modal_projector.mm_soft_emb_norm.weight"]
 
@@ -110,6 +124,7 @@ def test_preflight_plans_a_wrapper_and_a_layer_of_it_is_quantized(family: str, t
     model = write_wrapped(family, tmp_path / "model")
     plan = preflight.check(tiny_job(model, tmp_path))
     assert plan.family == family and plan.layer_count == 3
+    assert any(f"this {family} wraps a text model" in note and "are carried through" in note for note in plan.notes)
     assert plan.bytes_before == sum(info.size_bytes for info in SourceModel.open(str(model)).tensors.values())
     work, packed = finished_layer(model, tmp_path, 1, 2, calibration={"samples": 2}, quantization=EIGHT_BITS)
     assert len([name for name in packed if name.endswith(".qweight")]) == len(work.quantized) == 7
@@ -284,6 +299,28 @@ def test_an_untied_head_of_a_wrapper_is_one_more_step_under_the_files_name(tmp_p
     preflight.check(tiny_job(model, tmp_path, quantization=quantization))
     _, packed = finished_layer(model, tmp_path, 1, 3, calibration={"samples": 2}, quantization=quantization)
     assert "lm_head.qweight" in packed
+
+
+def test_scales_go_into_the_norms_of_a_wrappers_text_model(tmp_path: Path) -> None:
+    model = write_wrapped("mistral3", tmp_path / "model")
+    calibration = {"samples": 2}
+    _, packed = finished_layer(model, tmp_path, 1, 1, calibration=calibration, quantization=AWQConfig(group_size=32))
+    norm = load_file(model / "model.safetensors")["language_model.model.layers.1.input_layernorm.weight"]
+    assert not packed["model.language_model.layers.1.input_layernorm.weight"].equal(norm)
+    assert "model.language_model.layers.1.self_attn.q_proj.qweight" in packed
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_an_adapter_is_loaded_by_peft_beside_the_text_models_linears_alone(tmp_path: Path) -> None:
+    """The tower of `mistral3` has linears of the same names."""
+    model = write_wrapped("mistral3", tmp_path / "model")
+    job = tiny_job(model, tmp_path, quantization=GPTQConfig(group_size=32))
+    quantize_model(job.model_copy(update={"adapter": EoRAConfig(rank=8)}))
+    held = load_file(Path(job.output) / peft.TENSORS_FILE)
+    adapted = PeftModel.from_pretrained(dense_model(job.output), Path(job.output) / peft.DIRECTORY)
+    loaded = {key.replace(".default.", "."): tensor for key, tensor in adapted.state_dict().items() if "lora_" in key}
+    assert loaded.keys() == held.keys() and len(held) == 2 * 3 * 7
+    assert all(torch.equal(loaded[key].to(tensor.dtype), tensor) for key, tensor in held.items())
 
 
 def test_what_a_wrapper_leaves_unsaid_is_its_familys(tmp_path: Path) -> None:

@@ -7,7 +7,12 @@ import torch
 from tasks.models.source import SourceError, SourceModel
 
 # Tables that old checkpoints stored; the model computes them from its configuration.
-DERIVABLE = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+DERIVABLE = (
+    ".rotary_emb.inv_freq",
+    ".rotary_emb.cos_cached",
+    ".rotary_emb.sin_cached",
+    ".embeddings.position_ids",
+)
 PIECE = 1 << 20  # values looked at together
 PLAIN_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
