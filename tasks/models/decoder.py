@@ -52,10 +52,17 @@ from tasks.models.wrappers import WRAPPERS, model_class, outside, text_model_ref
 # The families that are tested; what they have of their own is in transformers' code, and in none of ours.
 SUPPORTED = frozenset(
     {
-        "apertus", "arcee", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
-        "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "granite", "hunyuan_v1_dense", "llama", "mistral",
-        "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2",
-        "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+        "afmoe", "apertus", "apertus1p5_text", "arcee", "axk1", "bamba", "beam", "biogpt", "bloom", "codegen",
+        "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge",
+        "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba",
+        "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
+        "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "granite", "granite_swa",
+        "granitemoehybrid", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
+        "iquestcoder", "jais2", "jamba", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba", "mellum",
+        "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "mpt",
+        "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3",
+        "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+        "sarvam_mla", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
     }
 )  # fmt: skip
 # Of transformers' implementations of experts the one that goes through them one after the other.
