@@ -186,6 +186,16 @@ def test_a_linear_whose_channels_are_mixed_or_bent_takes_no_scales() -> None:
     }
 
 
+def test_channels_that_an_activation_cuts_off_are_not_taken_for_others() -> None:
+    """Of few tokens some channels are zero behind a ReLU, doubled or not."""
+
+    class Cut(MLP):
+        def between(self, gate_BTK: Tensor, up_BTK: Tensor) -> Tensor:
+            return functional.relu(up_BTK)
+
+    assert folding_of(Cut()).refusals[DOWN] == "`up` gives channels that are zero in the trial"
+
+
 def test_a_linear_that_no_token_of_the_trial_came_to_is_named_as_one() -> None:
     class Idle(MLP):
         def forward(self, hidden_BTH: Tensor) -> Tensor:

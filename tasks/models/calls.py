@@ -20,40 +20,54 @@ class _LastReached(Exception):
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+# How many values a layer returns in a tuple, hidden states first; None for hidden states alone.
+Form = int | None
+
+
+def in_form(hidden_BTH: Tensor | None, form: Form) -> Any:
+    """Hidden states as a layer of this form returns them, with nothing for its other values."""
+    return hidden_BTH if form is None else (hidden_BTH, *(None,) * (form - 1))
+
+
+def form_of(output: Any) -> Form:
+    """The form of what a layer returned."""
+    return len(output) if isinstance(output, tuple) else None
+
+
 class StandIn(nn.Module):
     """Takes a layer's place in the model's forward: notes its call, and hands the hidden states on or ends the forward."""
 
-    def __init__(self, layer: nn.Module, calls: list[Arguments], is_last: bool) -> None:
+    def __init__(self, layer: nn.Module, calls: list[Arguments], form: Form, is_last: bool) -> None:
         super().__init__()
         self._read_attributes_from = (layer,)  # in a tuple: not a submodule
         self._calls = calls
+        self._form = form
         self._is_last = is_last
 
     def __getattr__(self, name: str) -> Any:  # a forward may ask its layers for their type
         return getattr(self.__dict__["_read_attributes_from"][0], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._calls.append((args, kwargs))
         if self._is_last:
             raise _LastReached
-        return args[0] if args else kwargs["hidden_states"]
+        return in_form(args[0] if args else kwargs["hidden_states"], self._form)
 
 
 class Handed(nn.Module):
     """Takes all layers' place in the model's forward: hands on what it was given beforehand, as the last layer's output."""
 
-    def __init__(self, layer: nn.Module, in_tuple: bool) -> None:
-        """`in_tuple`: as layers of this family return it."""
+    def __init__(self, layer: nn.Module, form: Form) -> None:
         super().__init__()
         self._read_attributes_from = (layer,)
-        self._in_tuple = in_tuple
+        self._form = form
         self.hidden_BTH: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_read_attributes_from"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.hidden_BTH,) if self._in_tuple else self.hidden_BTH
+        return in_form(self.hidden_BTH, self._form)
 
 
 # The head's name within its step.
@@ -63,15 +77,17 @@ HEAD = "lm_head"
 class HeadStep(nn.Module):
     """What a model does after its last layer, as far as its logits: the final norm, by its own forward, and the head."""
 
-    def __init__(self, front: nn.Module, last: Handed, head: nn.Module) -> None:
+    def __init__(self, front: nn.Module, last: Handed, head: nn.Module, embedding_size: int) -> None:
         super().__init__()
         self._front = (front, last)  # in a tuple: only the head is quantized
+        self._embedding_size = embedding_size
         self.add_module(HEAD, head)
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
         front, last = self._front
         last.hidden_BTH = hidden_BTH
-        normed_BTH = front(inputs_embeds=hidden_BTH, use_cache=False).last_hidden_state
+        embedded_BTH = in_place_of_embedded(hidden_BTH, self._embedding_size)
+        normed_BTH = front(inputs_embeds=embedded_BTH, use_cache=False).last_hidden_state
         last.hidden_BTH = None
         logits_BTV: Tensor = self.get_submodule(HEAD)(normed_BTH)
         return logits_BTV
@@ -95,14 +111,24 @@ class Call:
         return torch.equal(self.attention_mask, other.attention_mask)
 
 
+def in_place_of_embedded(hidden_BTH: Tensor, embedding_size: int) -> Tensor:
+    """What a model takes for embedded tokens where only their number, dtype and device matter."""
+    if hidden_BTH.shape[-1] == embedding_size:
+        return hidden_BTH
+    return hidden_BTH.new_zeros(*hidden_BTH.shape[:-1], embedding_size)
+
+
 def calls_of_stand_ins(
-    front: PreTrainedModel, attribute: str, layers: Sequence[nn.Module], **inputs: Any
+    front: PreTrainedModel, attribute: str, layers: Sequence[nn.Module], forms: Sequence[Form], **inputs: Any
 ) -> list[Arguments]:
-    """What the model's own forward calls each of its first layers with; `front`'s list of layers is replaced."""
+    """What the model's own forward calls each of its first layers with; `front`'s list of layers is replaced.
+
+    `forms` of all these layers but the last, which is only called.
+    """
     calls: list[Arguments] = []
-    last = len(layers) - 1
-    stand_ins = nn.ModuleList(StandIn(layer, calls, number == last) for number, layer in enumerate(layers))
-    setattr(front, attribute, stand_ins)
+    *before, last = layers
+    stand_ins = [StandIn(layer, calls, form, False) for layer, form in zip(before, forms, strict=True)]
+    setattr(front, attribute, nn.ModuleList([*stand_ins, StandIn(last, calls, None, True)]))
     try:
         with torch.no_grad():
             front(use_cache=False, **inputs)

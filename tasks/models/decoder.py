@@ -18,9 +18,22 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from tasks.models import fp8_weights
-from tasks.models.calls import HEAD, Arguments, Call, Handed, HeadStep, are_equal, calls_of_stand_ins, on_meta
+from tasks.models.calls import (
+    HEAD,
+    Arguments,
+    Call,
+    Form,
+    Handed,
+    HeadStep,
+    are_equal,
+    calls_of_stand_ins,
+    form_of,
+    in_place_of_embedded,
+    on_meta,
+)
 from tasks.models.experts import UnfusedExperts
 from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
 from tasks.models.layer_names import (
@@ -40,14 +53,25 @@ from tasks.models.wrappers import WRAPPERS, model_class, outside, text_model_ref
 # The families that are tested; what they have of their own is in transformers' code, and in none of ours.
 SUPPORTED = frozenset(
     {
-        "apertus", "arcee", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
-        "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "hunyuan_v1_dense", "llama",
-        "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2",
-        "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+        "afmoe", "apertus", "apertus1p5_text", "arcee", "axk1", "bamba", "beam", "biogpt", "bloom", "codegen",
+        "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge",
+        "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba",
+        "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
+        "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa",
+        "granitemoehybrid", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
+        "iquestcoder", "jais2", "jamba", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba", "mellum",
+        "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "mpt",
+        "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3",
+        "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+        "sarvam_mla", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
     }
 )  # fmt: skip
 # Of transformers' implementations of experts the one that goes through them one after the other.
 EXPERTS = "eager"
+# What skeletons are built in: what a module holds in it is of the dtype of its model, unlike what it holds in float32.
+SKELETON_DTYPE = torch.bfloat16
+# The attribute by which transformers knows a parameter that is loaded and not to be drawn.
+KEEPS_ITS_VALUE = "_is_hf_initialized"
 # Attributes by which the modules of a layer know its place, which makes it no other kind.
 LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
 
@@ -121,15 +145,15 @@ class Decoder:
         except LayoutError as error:
             raise SourceError(source.path, [str(error)]) from error
         setattr(self._front, self._layers_attribute, nn.ModuleList())
-        for module in self._front.modules():
-            _fill_buffers(self._front, module, "cpu")
-        embedding = model.get_input_embeddings()
+        embedding: Any = model.get_input_embeddings()
         own_name = next(name for name, module in model.named_modules() if module is embedding)
         self._embedding_name = self._outer_in_files[f"{own_name}.weight"]
-        self._embedding: nn.Module | None = None
+        self._embedding_size: int = embedding.embedding_dim
+        self._embedding: PreTrainedModel | None = None  # the front with all its weights
         self._last_calls: dict[torch.device, Call] = {}
         self._skeletons: dict[int, _Skeleton] = {}
         self._traced: dict[int, tuple[Subset, ...]] = {}
+        self._forms: dict[int, Form] = {}
         self._subsets: dict[int, tuple[Subset, ...]] = {}
         # Tensors that are another one under a second name, by that other's name.
         in_files = self._outer_in_files
@@ -280,7 +304,8 @@ class Decoder:
 
     @cached_property
     def kept_modules(self) -> tuple[str, ...]:
-        """The matrices in layers, and of what is carried, that are not quantized: routers, what rules leave, towers' linears.
+        """The matrices that are not quantized, but for the embedding and the head: routers, what rules leave, what is carried,
+        linears of towers and outside the layers.
 
         By the names that transformers' own code has for them, by which loaders look for them; what it does not build, by
         the files'.
@@ -293,6 +318,10 @@ class Decoder:
                 within = name.removeprefix(f"{self.layer_name(i)}.")
                 if within.removesuffix(".weight") not in quantized and self._is_matrix(name):
                     names.append(f"{self.own_layer_name(i)}.{within}")
+        front = f"{self._front_name}." if self._front_name else ""
+        names += [
+            f"{front}{name}.weight" for name, module in self._front.named_modules() if isinstance(module, nn.Linear)
+        ]
         for tower in self.towers:
             inside = self._model.get_submodule(tower).named_modules(prefix=tower)
             names += [name for name, module in inside if isinstance(module, nn.Linear)]
@@ -374,10 +403,16 @@ class Decoder:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Of each layer the first of its kind: class, type, tensors' shapes and settings of its modules are the same."""
-        types = getattr(self.config, "layer_types", None) or [None] * self.layer_count
+        """Of each layer the first of its kind: class, type, tensors' shapes and settings of its modules are the same, and
+        what config.json says of it in lists of one value per layer.
+        """
+        lists = [getattr(self.config, "layer_types", None), *vars(self.config).values()]
+        told = [each for each in lists if isinstance(each, list | tuple) and len(each) == self.layer_count]
         first: dict[Any, int] = {}
-        return tuple(first.setdefault((types[i], *_kind(layer)), i) for i, layer in enumerate(self._layers))
+        return tuple(
+            first.setdefault((*(repr(each[i]) for each in told), *_kind(layer)), i)
+            for i, layer in enumerate(self._layers)
+        )
 
     @property
     def layers_of_each_kind(self) -> tuple[int, ...]:
@@ -500,7 +535,7 @@ class Decoder:
         for own, linear in linears(layer):
             name = skeleton.in_file(own)
             linear.register_forward_pre_hook(lambda _, args, name=name: seen.append((name, args[0])))
-        self._traced_output(i, layer)
+        self._forms[i] = form_of(self._traced_output(i, layer))
         subsets: list[list[str]] = []
         previous = None
         for name, input_BTK in seen:
@@ -511,18 +546,21 @@ class Decoder:
             previous = input_BTK
         return tuple(tuple(subset) for subset in subsets)
 
-    def _traced_output(self, i: int, layer: nn.Module | None = None) -> Any:
-        """What a layer returns for some tokens, on the meta device."""
-        layer = layer or copy.deepcopy(self._skeleton(i).layer, {id(self.config): self.config})
-        hidden_BTH = torch.zeros(1, 2, self.config.hidden_size)
+    def form(self, i: int) -> Form:
+        """How layer `i` returns its hidden states."""
+        self.linears_by_input(i)
+        return self._forms[self.kinds[i]]
+
+    def _traced_output(self, i: int, layer: nn.Module) -> Any:
+        """What a layer, a copy of the skeleton, returns for some tokens, on the meta device."""
+        hidden_BTH = torch.zeros(1, 2, self.config.hidden_size, dtype=SKELETON_DTYPE)
         arguments = on_meta(self.call_arguments(i, hidden_BTH, None))
         return layer(hidden_BTH.to("meta"), **arguments)
 
     def folding(self, i: int) -> Folding:
         """Which modules of layer `i` may take up scales of its linears' inputs; no weight is read."""
         layer = copy.deepcopy(self._skeleton(i).layer, {id(self.config): self.config})
-        for module in layer.modules():
-            _fill_buffers(self._front, module, "cpu")
+        self._fill_layers_buffers(layer, "cpu", torch.float32)
         generator = torch.Generator().manual_seed(0)
         hidden_BTH = torch.randn(1, PROBED_TOKENS, self.config.hidden_size, generator=generator)
         return find_folding(layer, self.subsets(i), hidden_BTH, self.call_arguments(i, hidden_BTH, None))
@@ -557,13 +595,36 @@ class Decoder:
         prefix = f"{self.layer_name(i)}."
         unfused = unfuse(layer, names, self.source.stacking)
         own_names = {f"{prefix}{in_file}": own for own, in_file in unfused.items()}
-        tensors = self.source.load(own_names, device, dtype)
-        layer.load_state_dict({own_names[name]: tensor for name, tensor in tensors.items()}, assign=True)
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        held = layer.state_dict()
+        for name, own in own_names.items():
+            kept = self._kept_dtype(f"{self.own_layer_name(i)}.{own}", held[own].dtype, dtype)
+            by_dtype.setdefault(kept, []).append(name)
+        for kept, names_of_dtype in by_dtype.items():
+            for name, tensor in self.source.load(names_of_dtype, device, kept).items():
+                held[own_names[name]] = tensor
+        layer.load_state_dict(held, assign=True)
+        self._fill_layers_buffers(layer, device, dtype)
         for module in layer.modules():
-            _fill_buffers(self._front, module, device)
             if isinstance(module, UnfusedExperts):
                 module.lay_out()
         return layer.requires_grad_(False)
+
+    def _kept_dtype(self, own_name: str, built_in: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        """What transformers holds a tensor in when it loads the model in `dtype`: routers and their biases, say, in float32."""
+        if dtype not in (torch.float16, torch.bfloat16):
+            return dtype
+        plan = self._model._get_dtype_plan(dtype)
+        if plan and build_glob_alternation(list(plan))[0].search(own_name):
+            return torch.float32
+        return dtype if built_in == SKELETON_DTYPE else built_in
+
+    def _fill_layers_buffers(self, layer: nn.Module, device: str | torch.device, dtype: torch.dtype) -> None:
+        if _fill_buffers(self._front, layer, device, dtype):
+            # Some families fill those of all layers from the model.
+            front = copy.deepcopy(self._front, {id(self.config): self.config})
+            setattr(front, self._layers_attribute, nn.ModuleList([layer]))
+            front._init_weights(front)
 
     def twin(self, layer: nn.Module) -> nn.Module:
         """A second one of a materialised layer, with the same tensors until either's are replaced."""
@@ -572,50 +633,65 @@ class Decoder:
 
     def _materialised_head(self, device: str | torch.device, dtype: torch.dtype) -> nn.Module:
         """The head, and before it what the model's own forward does after its last layer."""
-        front = copy.deepcopy(self._front, {id(self.config): self.config})
-        last = Handed(self._layers[-1], isinstance(self._traced_output(self.layer_count - 1), tuple))
+        front = self._copied_front(device, dtype)
+        last = Handed(self._layers[-1], self.form(self.layer_count - 1))
         setattr(front, self._layers_attribute, nn.ModuleList([last]))
         head = copy.deepcopy(self._model.get_output_embeddings())
-        for module, in_file in (
-            (front, lambda name: self._outer_in_files[".".join(filter(None, (self._front_name, name)))]),
-            (head, lambda name: f"{self.head_name}.{name}"),
-        ):
-            names = {in_file(name): name for name, parameter in module.named_parameters() if parameter.is_meta}
-            for full, name in names.items():
-                if full != self._embedding_name:
-                    (tensor,) = self.source.load([full], device, dtype).values()
-                    owner, _, own = name.rpartition(".")
-                    module.get_submodule(owner).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
-        return HeadStep(front, last, head)
+        self._load_front(front, device, dtype, vocabulary_rows=0)
+        self._load(head, {f"{self.head_name}.{name}": name for name, _ in head.named_parameters()}, device, dtype)
+        return HeadStep(front, last, head, self._embedding_size)
 
-    def embed(self, input_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def _load_front(
+        self,
+        front: nn.Module,
+        device: str | torch.device,
+        dtype: torch.dtype | None,
+        vocabulary_rows: int | None = None,
+    ) -> None:
+        """Give a copy of the front its weights; of the embedding all rows, or so many, or with 0 none at all."""
+        prefix = f"{self._front_name}." if self._front_name else ""
+        names = {self._outer_in_files[f"{prefix}{name}"]: name for name, _ in front.named_parameters()}
+        if vocabulary_rows is not None:
+            own_name = names.pop(self._embedding_name)
+            if vocabulary_rows:
+                rows = self.source.load_rows(self._embedding_name, vocabulary_rows, dtype)
+                _set_parameter(front, own_name, rows.to(device))
+        self._load(front, names, device, dtype)
+
+    def _load(
+        self, module: nn.Module, names: Mapping[str, str], device: str | torch.device, dtype: torch.dtype | None
+    ) -> None:
+        """Give a module outside the layers its weights; `names` are its own by the files'."""
+        for in_file, name in names.items():
+            (tensor,) = self.source.load([in_file], device, dtype).values()
+            _set_parameter(module, name, tensor)
+
+    def embed(
+        self, input_ids: Tensor, dtype: torch.dtype | None = None, attention_mask_BT: Tensor | None = None
+    ) -> Tensor:
         """Hidden states [B, T, H] entering layer 0 for token ids [B, T], on the CPU in the source's dtype.
 
-        Computed in the embedding's own dtype, as the model does, unless `dtype` names another one to compute in and to
-        return: some families scale what they embed. The embedding is loaded at the first call and stays until `release`.
+        Computed in the dtype of what is stored, as the model does; what it takes is loaded at the first call and stays until
+        `release`. Unless `dtype` names another one to compute in and to return: then only the rows of the vocabulary up to
+        the largest id are read, and nothing stays. `attention_mask_BT` is True at real tokens, which some families count
+        for their places; without it all are.
         """
+        if dtype is not None:
+            front = self._copied_front("cpu", dtype)
+            self._load_front(front, "cpu", dtype, vocabulary_rows=int(input_ids.max()) + 1)
+            return self._embedded(front, input_ids, attention_mask_BT)
         if self._embedding is None:
-            name = self._embedding_name
-            embedding = copy.deepcopy(self._model.get_input_embeddings())
-            embedding.load_state_dict({"weight": self.source.load([name])[name]}, assign=True)
-            self._embedding = embedding.requires_grad_(False)
-        front = self._copied_front()
-        front.set_input_embeddings(self._embedding if dtype is None else self._embedding_in(dtype, input_ids))
-        args, kwargs = self._calls(front, 1, input_ids=input_ids.cpu())[0]
-        hidden_BTH: Tensor = args[0] if args else kwargs["hidden_states"]
-        return hidden_BTH.to(dtype or self.source_dtype)
+            front = self._copied_front("cpu", self.source_dtype)
+            self._load_front(front, "cpu", None)
+            self._embedding = front
+        return self._embedded(self._embedding, input_ids, attention_mask_BT).to(self.source_dtype)
 
-    def _embedding_in(self, dtype: torch.dtype, input_ids: Tensor) -> nn.Module:
-        """A copy of the embedding in this dtype, with no more rows than these tokens need."""
-        embedding: Any = self._embedding
-        copied = copy.copy(embedding)
-        copied._parameters = {"weight": nn.Parameter(embedding.weight.to("meta"), requires_grad=False)}
-        copied._buffers = {name: buffer.to("meta", dtype) for name, buffer in embedding._buffers.items()}  # scales
-        _fill_buffers(self._front, copied, "cpu")  # before there are weights, which it would fill too
-        rows_VH = embedding.weight[: int(input_ids.max()) + 1].to(dtype)
-        copied._parameters = {"weight": nn.Parameter(rows_VH, requires_grad=False)}
-        copied.padding_idx = None
-        return copied
+    def _embedded(self, front: PreTrainedModel, input_ids: Tensor, attention_mask_BT: Tensor | None) -> Tensor:
+        shared = {id(parameter): parameter for parameter in front.parameters()}
+        front = copy.deepcopy(front, {id(self.config): self.config, **shared})
+        args, kwargs = self._calls(front, 1, input_ids=input_ids.cpu(), attention_mask=attention_mask_BT)[0]
+        hidden_BTH: Tensor = args[0] if args else kwargs["hidden_states"]
+        return hidden_BTH
 
     def release(self) -> None:
         """Drop the embedding and the last masks."""
@@ -639,21 +715,28 @@ class Decoder:
         last = self._last_calls.get(device)
         call = Call(i, hidden_BTH.shape, hidden_BTH.dtype, attention_mask_BT, {})
         if last is None or not last.is_like(call):
-            front = self._copied_front()
-            calls = self._calls(front, i + 1, inputs_embeds=hidden_BTH, attention_mask=attention_mask_BT)
+            calls = self._calls_with(i + 1, hidden_BTH, attention_mask_BT)
             last = self._last_calls[device] = replace(call, arguments=self._by_keyword(i, calls[i]))
         return dict(last.arguments)
 
     def unlike_calls(self, hidden_BTH: Tensor, attention_mask_BT: Tensor) -> list[tuple[int, int]]:
         """Layers that the model calls with other arguments than the first of their kind, each with that one: none."""
-        front = self._copied_front()
-        called = self._calls(front, self.layer_count, inputs_embeds=hidden_BTH, attention_mask=attention_mask_BT)
+        called = self._calls_with(self.layer_count, hidden_BTH, attention_mask_BT)
         arguments = [self._by_keyword(i, call) for i, call in enumerate(called)]
         return [(i, kind) for i, kind in enumerate(self.kinds) if not are_equal(arguments[i], arguments[kind])]
 
     def _calls(self, front: PreTrainedModel, count: int, **inputs: Any) -> list[Arguments]:
         """What the model's own forward calls its first `count` layers with."""
-        return calls_of_stand_ins(front, self._layers_attribute, self._layers[:count], **inputs)
+        forms = [self.form(i) for i in range(count - 1)]
+        return calls_of_stand_ins(front, self._layers_attribute, self._layers[:count], forms, **inputs)
+
+    def _calls_with(self, count: int, hidden_BTH: Tensor, attention_mask_BT: Tensor | None) -> list[Arguments]:
+        """The same for any hidden states of this shape, dtype and device: zeros stand for what a model adds to tokens."""
+        front = self._copied_front(hidden_BTH.device, hidden_BTH.dtype)
+        for name, parameter in list(front.named_parameters()):
+            _set_parameter(front, name, hidden_BTH.new_zeros(()).expand(parameter.shape))
+        embedded_BTH = in_place_of_embedded(hidden_BTH, self._embedding_size)
+        return self._calls(front, count, inputs_embeds=embedded_BTH, attention_mask=attention_mask_BT)
 
     def _by_keyword(self, i: int, call: Arguments) -> dict[str, Any]:
         """The arguments of a call of layer `i` by name, without the hidden states."""
@@ -662,9 +745,13 @@ class Decoder:
         named.pop("hidden_states", None)
         return named
 
-    def _copied_front(self) -> PreTrainedModel:
-        """The model without its layers: meta tensors and rotary tables, which some families change while they run."""
-        return copy.deepcopy(self._front, {id(self.config): self.config})
+    def _copied_front(self, device: str | torch.device, dtype: torch.dtype) -> PreTrainedModel:
+        """The model without its layers: weights on meta, and rotary tables, which some families change while they run, and
+        what else it computes for itself, as in a model of `dtype` on `device`.
+        """
+        front = copy.deepcopy(self._front, {id(self.config): self.config})
+        _fill_buffers(self._front, front, device, dtype)
+        return front
 
 
 def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
@@ -672,7 +759,9 @@ def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     whole = model_class(config)
     if attention == "sdpa" and not whole._supports_sdpa:
         attention = "eager"
-    model: PreTrainedModel = whole._from_config(config, attn_implementation=attention, experts_implementation=EXPERTS)
+    model: PreTrainedModel = whole._from_config(
+        config, dtype=SKELETON_DTYPE, attn_implementation=attention, experts_implementation=EXPERTS
+    )
     return model
 
 
@@ -707,10 +796,24 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     return type(layer), shapes, settings
 
 
-def _fill_buffers(front: PreTrainedModel, module: nn.Module, device: str | torch.device) -> None:
-    """Give a module's own computed buffers, which no file holds, their values: as transformers does on loading."""
-    empty = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-    for name in empty:
-        setattr(module, name, torch.empty_like(getattr(module, name), device=device))
-    if empty:
-        front._init_weights(module)
+def _set_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, own = name.rpartition(".")
+    module.get_submodule(owner).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
+
+
+def _fill_buffers(front: PreTrainedModel, part: nn.Module, device: str | torch.device, dtype: torch.dtype) -> bool:
+    """Give the computed buffers of a part of the model, which no file holds, their values, as transformers does on loading
+    a model in `dtype`; whether there were any.
+    """
+    filled = False
+    for module in part.modules():
+        empty = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        for name, buffer in empty.items():
+            own_dtype = dtype if buffer.dtype == SKELETON_DTYPE else buffer.dtype
+            setattr(module, name, torch.zeros_like(buffer, device=device, dtype=own_dtype))
+        if empty:
+            for parameter in module.parameters(recurse=False):
+                setattr(parameter, KEEPS_ITS_VALUE, True)
+            front._init_weights(module)
+            filled = True
+    return filled

@@ -20,6 +20,7 @@ Shape suffixes: B samples, T tokens, H hidden size, N channels of a candidate, K
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -191,6 +192,8 @@ class _Probe:
             count, offset = len(module.weight), _offset(module)
         numbers_N = torch.arange(count)
         base_TK = torch.cat([call.reshape(-1, call.shape[-1]) for call in self._base[reader]])
+        if bool((base_TK == 0).all(dim=0).any()):  # twice nothing is nothing: no telling whose channel it is
+            raise _Refused("gives channels that are zero in the trial")
         channels_K = torch.zeros(base_TK.shape[1], dtype=torch.int64)
         for bit in range((count - 1).bit_length()):
             inputs, _ = self._run(name, 1.0 + ((numbers_N >> bit) & 1))
@@ -211,6 +214,9 @@ def _offset(module: nn.Module) -> int:
     """What a norm adds to its weight before it multiplies by it; _Refused unless that is 0 or 1."""
     if len(list(module.parameters())) > 1:
         raise _Refused("adds a bias, which scales can't be folded into exactly")
+    further = list(signature(module.forward).parameters.values())[1:]
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in further):
+        raise _Refused("takes more than its input")
     norm: Any = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(1)
     x_TN = torch.randn(PROBED_TOKENS, len(norm.weight), generator=generator)

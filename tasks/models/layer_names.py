@@ -85,8 +85,9 @@ def unfuse(
             if len(in_files[name]) != 1:
                 raise LayoutError(f"`{name}` is made of {len(in_files[name])} tensors of the files and no experts")
             (names[name],) = in_files[name]
-    for name, in_file in names.items():
-        _alias(layer, name.rpartition(".")[0], in_file.rpartition(".")[0])
+    for name, _ in list(layer.named_modules()):
+        if isinstance(layer.get_submodule(name), nn.Linear):
+            _alias(layer, name, names[f"{name}.weight"].rpartition(".")[0])
     return names
 
 
@@ -103,7 +104,7 @@ def linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [
         (name, module)
         for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in ROUTERS
+        if isinstance(module, nn.Linear) and ROUTERS.isdisjoint(name.split("."))
     ]
 
 
@@ -138,11 +139,26 @@ def _stacked_projections(
 
 def _alias(layer: nn.Module, own: str, in_file: str) -> None:
     """Let `layer` find a module under the files' name of it: as a plain attribute, which is no submodule."""
+    if own == in_file:
+        return
     here, there = own.split("."), in_file.split(".")
-    while here and there and here[-1] == there[-1]:
+    while here[-1] == there[-1] and _at(layer, there[:-1]) is None:
         here.pop()
         there.pop()
-    if not there:
-        return
-    parent = layer.get_submodule(".".join(there[:-1]))
-    parent.__dict__[there[-1]] = layer.get_submodule(".".join(here))
+    module, found = layer.get_submodule(".".join(here)), _at(layer, there)
+    if found is None:
+        parent = layer
+        for part in there[:-1]:
+            if not hasattr(parent, part):
+                parent.__dict__[part] = nn.Module()
+            parent = getattr(parent, part)
+        parent.__dict__[there[-1]] = module
+    elif found is not module:
+        raise LayoutError(f"`{in_file}` of the files is `{own}` of the layer, which has another module of that name")
+
+
+def _at(layer: nn.Module, path: list[str]) -> nn.Module | None:
+    try:
+        return layer.get_submodule(".".join(path))
+    except AttributeError:
+        return None

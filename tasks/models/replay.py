@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from tasks.models.calls import HEAD, map_tensors
+from tasks.models.calls import HEAD, StandIn, map_tensors
 from tasks.models.decoder import EXPERTS, Decoder, layer_list
 from tasks.models.experts import UnfusedExperts, fused_experts
 from tasks.models.staged import StagedForward
@@ -35,13 +35,11 @@ class ReplayError(ValueError):
 def check_replay(decoder: Decoder, device: str | torch.device = "cpu") -> None:
     """Raise ReplayError unless our replay equals transformers' own forward, bit by bit, with and without padding.
 
-    Both run on `device` in its compute dtype. Holds one layer of each kind twice, and a few rows of the vocabulary
-    beside the decoder's own embedding.
+    Both run on `device` in its compute dtype. Holds one layer of each kind twice, and a few rows of the vocabulary.
     """
     chosen = decoder.layers_of_each_kind
     reference = _reference(decoder, chosen, decoder.compute_dtype(device)).to(device)
-    # The cut model's layers, found by the names that its tensors were given.
-    theirs = {decoder.layer_name(i): reference.get_submodule(decoder.own_layer_name(n)) for n, i in enumerate(chosen)}
+    theirs = {decoder.layer_name(i): reference.get_submodule(decoder.own_layer_name(i)) for i in chosen}
     ours = {decoder.layer_name(i): decoder.materialise(i, device) for i in chosen}
     _compare(_weights(theirs), _weights(ours))
     rows = reference.get_input_embeddings().num_embeddings
@@ -86,9 +84,8 @@ def _reference(decoder: Decoder, chosen: tuple[int, ...], dtype: torch.dtype) ->
             tensors[name] = source.load_rows(name, rows)
         else:
             tensors |= source.load([name])
-    for place, i in enumerate(chosen):
-        for name, tensor in source.load_stacked(decoder.layer_tensor_names(i)).items():
-            tensors[decoder.layer_name(place) + name.removeprefix(decoder.layer_name(i))] = tensor
+    for i in chosen:
+        tensors |= source.load_stacked(decoder.layer_tensor_names(i))
     with _without_progress_bars():
         model, report = _cut_class(decoder, chosen).from_pretrained(
             None,
@@ -106,27 +103,21 @@ def _reference(decoder: Decoder, chosen: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def _cut_class(decoder: Decoder, chosen: tuple[int, ...]) -> type[PreTrainedModel]:
-    """The model's class, which drops all layers but the chosen, and towers that text does not pass through, as soon as it
-    is built: before any has weights.
-
-    They are built by the whole configuration, so that each is what it is in the whole model. Its settings that hold one
-    value per layer are then cut alike.
+    """The model's class, in which the layers that are not chosen only hand on what they are given, and towers that text does
+    not pass through are empty, as soon as it is built: before any has weights. So each layer that is chosen is, and is
+    called, what it is in the whole model.
     """
     whole = decoder.model_class
-    count = decoder.layer_count
+    forms = [decoder.form(i) for i in range(decoder.layer_count)]
 
     def build(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, config, *args, **kwargs)
         front = self.get_decoder()
-        attribute, layers = layer_list(front, count)
-        setattr(front, attribute, nn.ModuleList(layers[i] for i in chosen))
+        attribute, layers = layer_list(front, decoder.layer_count)
+        kept = [layer if i in chosen else StandIn(layer, [], forms[i], False) for i, layer in enumerate(layers)]
+        setattr(front, attribute, nn.ModuleList(kept))
         for name in list(outside(self, front)):
             self.set_submodule(name, nn.Module())
-        for own in {id(part): part for part in (self.config.get_text_config(), front.config)}.values():
-            for key, value in list(vars(own).items()):
-                if isinstance(value, list | tuple) and len(value) == count:
-                    setattr(own, key, [value[i] for i in chosen])
-            own.num_hidden_layers = len(chosen)
 
     # Its module too: transformers knows by it whose names for the tensors hold.
     return type(whole.__name__, (whole,), {"__init__": build, "__module__": whole.__module__})
@@ -154,7 +145,7 @@ def _replay(
     """Run the layers one after the other as a run does, but for the rounding between them, which the model has not; what
     leaves the last.
     """
-    hidden_BTH = decoder.embed(input_ids, decoder.compute_dtype(device)).to(device)
+    hidden_BTH = decoder.embed(input_ids, decoder.compute_dtype(device), attention_mask).to(device)
     for i in chosen:
         arguments = decoder.call_arguments(i, hidden_BTH, attention_mask)
         with StagedForward(layers[decoder.layer_name(i)], decoder.subsets(i), [(hidden_BTH, arguments)]) as staged:
