@@ -149,11 +149,6 @@ class _Findings:
                 own = parts.setdefault(scheme.of(kind.modules[0]), {})
                 own[kind.name] = (kind.out_features, kind.in_features)
             self.problems += dict.fromkeys(problem for part, own in parts.items() for problem in part.problems(own))
-        if scheme.scales_layers and self.decoder is not None and self.decoder.has_experts:
-            self.problems.append(
-                f"method `{self.job.quantization.method}` scales what enters a layer's experts, which their router reads "
-                f"too: mixtures of experts are not supported by it; use `gptq`, or a method without calibration"
-            )
         if self.job.adapter is not None:
             self.problems += adapters.problems(self.job.adapter, self.job.quantization, shapes)
 
