@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from checkpoint_store.objects import ObjectRef
-from tasks import preflight, quantize_layer, quantize_shard, scaled_shard
+from tasks import expert_groups, preflight, quantize_layer, quantize_shard, scaled_shard
 from tasks.formats import awq as layout
 from tasks.layer_work import LayerWork
 from tasks.methods import awq, rtn
@@ -187,6 +187,21 @@ def test_scales_of_what_enters_the_experts_bring_the_layer_nearer_to_the_source(
             outputs = heard(layer, (), run, torch.float32)
             errors[name] = sum(float((a - b).square().sum()) for a, b in zip(outputs, true, strict=True))
     assert errors["scaled"] < 0.95 * errors["left"]
+
+
+def test_a_small_memory_limit_makes_smaller_groups_and_the_same_bytes(models: dict[str, Path], tmp_path: Path) -> None:
+    found = []
+    for limit in (None, 1_000_000, 400_000):
+        job = tiny_job(models["qwen3_moe"], tmp_path / str(limit), quantization=AWQ, calibration=CALIBRATION)
+        with open_run(job.model_copy(update={"memory_limit": limit})) as run:
+            size = expert_groups.group_size(run, SPARSE)
+            work, errors = run_shards(run, SPARSE)
+            assert errors == []
+            found.append((size, quantize_layer.pack(run, work)))
+    (most, whole), *limited = found
+    assert most == 8 and 1 < limited[0][0] < 8 and limited[1][0] == 1
+    for _, packed in limited:
+        assert_equal(packed, whole)
 
 
 # Edges ----------------------------------------------------------------------------------------------------------------
