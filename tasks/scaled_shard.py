@@ -82,9 +82,8 @@ class ScaledShard(Shard):
         return self.work.scaling
 
     def _scheme_of(self, subset: Subset) -> Scheme:
-        return (
-            self.run.scheme
-        )  # whose rules leave modules as they are, no more; and a router's inputs are looked at too
+        """One for all: rules leave modules as they are, no more; and a router, which they may name, is looked at too."""
+        return self.run.scheme
 
     def _observe(self, module: nn.Module, ups_of: Mapping[Subset, Subset]) -> None:
         """The moments of every subset's input, from the layer as the source has it; experts are quantized by theirs.
