@@ -158,7 +158,10 @@ class ScaledShard(Shard):
             work.check()
             subset, start = units[unit]
             weight_RK = rows_of(weights[subset], start, start + UNIT_ROWS)
-            losses_S = awq.scale_losses(weight_RK, moments.second_KK, scaling.candidates_SK, config)
+            if fold.followers:
+                losses_S = awq.clipped_losses(weight_RK, moments, scaling.candidates_SK, config)
+            else:
+                losses_S = awq.scale_losses(weight_RK, moments.second_KK, scaling.candidates_SK, config)
             scaling.losses[unit] = readers[subset] * losses_S
         work.meet()
         if self.number == 0:

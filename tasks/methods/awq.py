@@ -33,6 +33,7 @@ with zero points, where rounding to nearest has 25.77; 25.09 symmetric, against 
 Shape suffixes: N out_features, K in_features, G groups, C columns of one group, R any rows, S candidates.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -171,6 +172,29 @@ def scale_losses(weight_RK: Tensor, second_KK: Tensor, scales_SK: Tensor, config
     Infinite for a candidate under which a weight is out of the grid's reach, or whose error is not finite.
     """
     weight_RK = weight_RK.float()
+
+    def loss(scaled_RK: Tensor, scale_K: Tensor) -> Tensor:
+        error_RK = _rounded(scaled_RK, config).div_(scale_K).sub_(weight_RK)
+        return (error_RK @ second_KK).mul_(error_RK)
+
+    return _losses(weight_RK, scales_SK, config, loss)
+
+
+def clipped_losses(weight_RK: Tensor, moments: Moments, scales_SK: Tensor, config: AWQConfig) -> Tensor:
+    """The same of these rows as `quantize_rows` leaves them.
+
+    For scales in powers of two, which are few and coarse: clipping may undo what they seemed to bring.
+    """
+
+    def loss(scaled_RK: Tensor, scale_K: Tensor) -> Tensor:
+        return quantize_rows(scaled_RK, moments.divided(scale_K), config).losses_N
+
+    return _losses(weight_RK.float(), scales_SK, config, loss)
+
+
+def _losses(
+    weight_RK: Tensor, scales_SK: Tensor, config: AWQConfig, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     limit = LARGEST_HALF * (2**config.bits - 1) / 4  # half of what `check_weight` lets pass
     losses = []
     for scale_K in scales_SK.to(weight_RK.device):
@@ -178,9 +202,8 @@ def scale_losses(weight_RK: Tensor, second_KK: Tensor, scales_SK: Tensor, config
         if not float(scaled_RK.abs().max()) <= limit:
             losses.append(float("inf"))
             continue
-        error_RK = _rounded(scaled_RK, config).div_(scale_K).sub_(weight_RK)
-        loss = float((error_RK @ second_KK).mul_(error_RK).sum(dtype=torch.float64))
-        losses.append(loss if loss == loss else float("inf"))
+        total = float(loss(scaled_RK, scale_K).sum(dtype=torch.float64))
+        losses.append(total if total == total else float("inf"))
     return torch.tensor(losses, dtype=torch.float64)
 
 
