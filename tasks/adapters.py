@@ -72,17 +72,28 @@ class LayerAdapter:
 
     def prepare_moments(self, second_KK: Tensor | None) -> None:
         """The same from the mean of x x^T, or None where no token came."""
-        self._root_KK = None if second_KK is None else eora.root_of(2 * second_KK)
+        self._root_KK = self.root_of_moments(second_KK)
+
+    @staticmethod
+    def root_of_moments(second_KK: Tensor | None) -> Tensor | None:
+        """The root of what that mean says of a subset's inputs, for `compensate_by`."""
+        return None if second_KK is None else eora.root_of(2 * second_KK)
 
     def compensate(self, name: str, weight_NK: Tensor, quantized_NK: Tensor, channels_N: Tensor | None = None) -> None:
-        """Make the matrices of a module, by its name within the layer.
+        """Make the matrices of a module of the subset that was prepared."""
+        self.compensate_by(self._root_KK, name, weight_NK, quantized_NK, channels_N)
+
+    def compensate_by(
+        self, root_KK: Tensor | None, name: str, weight_NK: Tensor, quantized_NK: Tensor, channels_N: Tensor | None
+    ) -> None:
+        """Make the matrices of a module, by its name within the layer, for inputs whose covariance has this root.
 
         channels_N: what its outputs are multiplied by later, where they were divided; errors count as they will be then.
         """
         lost_NK = weight_NK.float() - quantized_NK.to(weight_NK.device)
         if channels_N is not None:
             lost_NK = lost_NK * channels_N.to(lost_NK.device)[:, None]
-        made = eora.compensate(lost_NK, self._root_KK, self._config.rank, self._dtype)
+        made = eora.compensate(lost_NK, root_KK, self._config.rank, self._dtype)
         if channels_N is not None:
             made = made._replace(b_NR=(made.b_NR.float() / channels_N.cpu()[:, None]).to(self._dtype))
         with self._lock:

@@ -10,7 +10,7 @@ LANES = 8
 UNIT_ROWS = 2048
 
 METHOD_REVISIONS = {
-    "gptq": 2, "rtn": 1, "awq": 1, "qqq": 2, "fp8": 1, "bitsandbytes": 1, "gguf": 1, "exl3": 1, "paroquant": 1,
+    "gptq": 2, "rtn": 1, "awq": 2, "qqq": 2, "fp8": 1, "bitsandbytes": 1, "gguf": 1, "exl3": 1, "paroquant": 1,
 }  # fmt: skip
 LAYOUT_REVISIONS = dict.fromkeys(
     ("gptq", "awq", "qqq", "compressed-tensors", "fp8", "bitsandbytes", "gguf", "exl3", "paroquant"), 1

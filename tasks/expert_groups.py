@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from tasks import running
+from tasks.adapters import root_bytes
 from tasks.execution_plan import LANES
 from tasks.layer_work import rows_of
 from tasks.methods.hessian import HessianError
@@ -57,8 +58,15 @@ def group_size(run: running.Run, layer: int) -> int:
     # Lanes that wait for those before them, and what turns sums into what rows are quantized with: each shard one at a
     # time, where the sum lies, which is the device of its first lane.
     taken += LANES * run.scheme.sum_bytes(widest) + slots * run.scheme.statistic_bytes(widest)
+    summed = run.scheme.sum_bytes(widest)
+    if run.scheme.scales_layers:
+        # Both of an expert's wait for each other, and those of all that is no expert's for the end of the layer.
+        of_experts = {subset for pair in experts for subset in pair}
+        summed = sum(run.scheme.sum_bytes(shapes[subset[0]][1]) for subset in experts[0])
+        taken += sum(run.scheme.sum_bytes(shapes[s[0]][1]) for s in run.decoder.subsets(layer) if s not in of_experts)
+        taken += slots * root_bytes(widest) if run.job.adapter is not None else 0
     free = min([slot.memory_bytes for slot in run.pool.devices] + [run.memory_limit or sys.maxsize]) - taken
-    return max(1, min(len(experts), int(USABLE * free) // (run.scheme.sum_bytes(widest) + SKEW * passing + 1)))
+    return max(1, min(len(experts), int(USABLE * free) // (summed + SKEW * passing + 1)))
 
 
 def experts_per_token(config: Any, count: int) -> int:

@@ -33,6 +33,7 @@ class _Stage:
     before: int  # weights when its inputs are summed: those of the subset before are still there
     weights: int  # weights from then on
     codes: int  # of the modules before it
+    is_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class MemoryEstimate:
         on_cpu = self.pool.devices[0].type == "cpu"
         kinds = [self._layer_bytes(i) for i in decoder.layers_of_each_kind]
         layers = list(self._stages(spills))
-        widths = [[stage.width for stage in stages] for stages in layers]
+        widths = [_kept_widths(stages) for stages in layers]
         statistics = max(map(scheme.statistics_bytes, widths))
         if self.job.adapter is not None:
             statistics += adapters.root_bytes(max(map(max, widths)))
@@ -153,7 +154,7 @@ class MemoryEstimate:
             weights = self._layer_bytes(i) if self.is_chain else 0
             before, codes, stages = weights, 0, []
             for subset in decoder.subsets(i):
-                stages.append(_Stage(shapes[subset[0]][1], before, weights, codes))
+                stages.append(_Stage(shapes[subset[0]][1], before, weights, codes, subset in experts))
                 size = sum(prod(shapes[name]) for name in subset)
                 doubled = size * self.itemsize * (self.streams - 1)
                 before, codes = weights + doubled, codes + size
@@ -170,7 +171,7 @@ class MemoryEstimate:
             return 0
         root = adapters.root_bytes(stage.width) if self.job.adapter is not None else 0
         if self.scheme.scales_layers:
-            return root + self.scheme.statistics_bytes([stage.width for stage in stages if stage.width])
+            return root + self.scheme.statistics_bytes(_kept_widths(stages))
         return root + self.scheme.statistics_bytes([stage.width])
 
     def _waiting(self, width: int, spills: bool) -> int:
@@ -202,3 +203,9 @@ class MemoryEstimate:
         before = largest + self._between_layers(False) if self.is_chain else 0
         exported = self.scheme.outer_peak_bytes((*names, *self.decoder.carried_tensor_names))
         return max(largest + FINITE_CHECK_BYTES, exported, before)
+
+
+def _kept_widths(stages: list[_Stage]) -> list[int]:
+    """Of the subsets whose statistics a method that scales layers keeps at once: all, but of the experts one's."""
+    of_experts = [stage.width for stage in stages if stage.is_experts]
+    return [stage.width for stage in stages if not stage.is_experts] + of_experts[:2]

@@ -149,10 +149,10 @@ class _Findings:
                 own = parts.setdefault(scheme.of(kind.modules[0]), {})
                 own[kind.name] = (kind.out_features, kind.in_features)
             self.problems += dict.fromkeys(problem for part, own in parts.items() for problem in part.problems(own))
-        if scheme.scales_layers and self.decoder is not None and self.decoder.has_experts:
+        if scheme.scales_layers and self.source.stacking is not None:
             self.problems.append(
-                f"method `{self.job.quantization.method}` scales what enters a layer's experts, which their router reads "
-                f"too: mixtures of experts are not supported by it; use `gptq`, or a method without calibration"
+                f"method `{self.job.quantization.method}` scales what enters experts and what they hand on; those of "
+                f"{self.source.config['model_type']} have biases and a clamp between, which no scale passes; use `gptq`"
             )
         if self.source.stacking is not None and layout_name(self.job.quantization) not in READ_ONE_BY_ONE:
             self.problems.append(

@@ -188,7 +188,6 @@ class Shard:
         return rounded
 
     def _sum_up(self, staged: StagedForward, subset: tuple[str, ...], original: OriginalStream | None = None) -> None:
-        features = self.shapes[subset[0]][1]
         lanes = list(range(self.number, LANES, self.work.device_count))
         statistic: Statistic | None = None
         arrivals = staged.advance(subset) if original is None else original.advance_with(staged, subset)
@@ -201,7 +200,7 @@ class Shard:
             mask_BT = self.run.calibration_batch(batch).attention_mask
             real_TK = staged.real_tokens(call, subset, mask_BT)
             if len(real_TK):
-                statistic = statistic or self._statistic(features)
+                statistic = statistic or self._statistic(real_TK.shape[-1])
                 if original is None:
                     statistic.add(real_TK)
                 else:

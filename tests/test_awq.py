@@ -14,8 +14,10 @@ from tasks.methods.awq import (
     Moments,
     best_candidate,
     candidate_scales,
+    fold_exactly,
     fold_into_norm,
     fold_into_rows,
+    in_powers_of_two,
     quantize_rows,
     scale_losses,
     weight_magnitude,
@@ -258,3 +260,29 @@ def test_rows_that_division_would_put_out_of_reach_stay_as_they_are():
     weight_NK[1] = 1e5
     taken_N = fold_into_rows(weight_NK, torch.tensor([0.1, 0.1, 3.0]), config())
     torch.testing.assert_close(taken_N, torch.tensor([0.1, 1.0, 3.0]))
+
+
+def test_scales_in_powers_of_two_are_the_nearest_by_ratio_and_each_is_tried_once():
+    scales_SK = torch.tensor([[1.0, 1.0], [1.4, 0.72], [1.5, 0.7], [1e4, 1e-4]])
+    assert in_powers_of_two(scales_SK).tolist() == [[1.0, 1.0], [2.0, 0.5], [8192.0, 2.0**-13]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_folded_exactly_gives_the_same_products_to_the_last_bit(dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight_N, matrix_MN = ((0.1 * torch.randn(*shape, 64, generator=generator)).to(dtype) for shape in ((), (8,)))
+    scale_N = torch.exp2(torch.randint(-8, 9, (64,), generator=generator).float())
+    norm_N, (router_MN,), taken_N = fold_exactly(weight_N, [matrix_MN], scale_N)
+    assert norm_N.dtype == router_MN.dtype == dtype and torch.equal(taken_N, scale_N)
+    x_TN = torch.randn(50, 64, generator=generator).to(dtype)
+    assert torch.equal((x_TN * norm_N) @ router_MN.T, (x_TN * weight_N) @ matrix_MN.T)
+
+
+def test_a_channel_that_leaves_the_range_of_its_dtype_is_not_folded():
+    """A norm that would be subnormal, a router that would be, and one that would overflow; zeros stay zeros."""
+    tiny, huge = torch.finfo(torch.bfloat16).tiny, torch.finfo(torch.bfloat16).max
+    weight_N = torch.tensor([tiny, 1.0, 1.0, 0.0, 1.0], dtype=torch.bfloat16)
+    matrix_MN = torch.tensor([[1.0, tiny, huge, 1.0, 1.0]], dtype=torch.bfloat16)
+    norm_N, (router_MN,), taken_N = fold_exactly(weight_N, [matrix_MN], torch.tensor([2.0, 0.5, 2.0, 2.0, 2.0]))
+    assert taken_N.tolist() == [1.0, 1.0, 1.0, 2.0, 2.0]
+    assert norm_N.tolist() == [tiny, 1.0, 1.0, 0.0, 0.5] and router_MN.tolist() == [[1.0, tiny, huge, 2.0, 2.0]]

@@ -5,11 +5,18 @@ from pathlib import Path
 import pytest
 
 from flows.quantize_model import quantize_model
-from tasks.quantization import GPTQConfig, ParoQuantConfig, QQQConfig, Quantization, RTNConfig
+from tasks.quantization import AWQConfig, GPTQConfig, ParoQuantConfig, QQQConfig, Quantization, RTNConfig
 from tasks.schemes import READ_ONE_BY_ONE, layout_name
 from tests.flow_jobs import tiny_job
 from tests.packed_models import write_packed
-from tests.test_clients import AWQ_TOLERANCE, CLIENT_CLASS, WIDENED_TOLERANCE, ask_client, relative_error
+from tests.test_clients import (
+    AWQ_CLIENT_CLASS,
+    AWQ_TOLERANCE,
+    CLIENT_CLASS,
+    WIDENED_TOLERANCE,
+    ask_client,
+    relative_error,
+)
 from tests.tiny_families import write_tiny
 from tests.tiny_wrapped import write_wrapped
 
@@ -82,3 +89,16 @@ def test_gptq_files_of_a_wrapper_are_loaded_with_its_tower_as_it_was(loader: str
     assert set(loaded.answer["vision"].values()) == {"torch.nn.modules.linear.Linear"}
     assert not loaded.answer["missing"] and not loaded.answer["unexpected"]
     assert relative_error(loaded.logits["widened"], loaded.expected) < WIDENED_TOLERANCE
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_gptqmodel_loads_experts_of_awq_and_computes_what_the_export_says(tmp_path: Path) -> None:
+    """It computes in float16, by which a router may send a token elsewhere: all but a few must come to the same."""
+    model = write_tiny("qwen3_moe", tmp_path / "model", mlp_only_layers=[])
+    job = tiny_job(model, tmp_path, quantization=AWQConfig(group_size=32, n_grid=6))
+    exports = {"awq": Path(quantize_model(job).output)}
+    loaded = ask_client("gptqmodel", exports, IDS, tmp_path)["awq"]
+    assert list(loaded.answer["classes"].values()) == [AWQ_CLIENT_CLASS] * 3 * (4 + 3 * 8)
+    ours_TV, theirs_TV = loaded.expected[0], loaded.logits["widened"][0]
+    errors = sorted(relative_error(theirs, ours) for theirs, ours in zip(theirs_TV, ours_TV, strict=True))
+    assert errors[int(0.7 * len(errors))] < AWQ_TOLERANCE, errors

@@ -88,6 +88,22 @@ def test_experts_are_quantized_without_calibration_too(quantization: Quantizatio
     assert difference(job.output, model) < LOGITS_TOLERANCE
 
 
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("family, checkpoint_format", [("qwen2_moe", "awq"), ("mixtral", "compressed-tensors")])
+def test_awq_on_a_mixture_is_stopped_gone_on_with_exported_and_read(
+    family: str, checkpoint_format: str, tmp_path: Path
+) -> None:
+    """In four bits, where the routers of random models send many tokens elsewhere, and in eight."""
+    bits = {"awq": 4, "compressed-tensors": 8}[checkpoint_format]
+    config = AWQConfig(bits=bits, group_size=32, n_grid=6, checkpoint_format=checkpoint_format)  # type: ignore[arg-type]
+    model = write_tiny(family, tmp_path / "model")
+    job = stopped_and_whole(model, tmp_path, config)
+    assert difference(job.output, model) < {4: 0.6, 8: LOGITS_TOLERANCE}[bits]
+    suffix = {"awq": "qweight", "compressed-tensors": "weight_packed"}[checkpoint_format]
+    experts = {"qwen2_moe": "mlp.experts.7.down_proj", "mixtral": "block_sparse_moe.experts.3.w2"}[family]
+    assert f"model.layers.2.{experts}.{suffix}" in exported(job)
+
+
 @pytest.mark.parametrize(
     "quantization, key",
     [
@@ -146,7 +162,6 @@ def test_the_plan_has_one_line_for_all_experts_of_a_projection(tmp_path: Path) -
 @pytest.mark.parametrize(
     "quantization, reason",
     [
-        (AWQConfig(group_size=32), "mixtures of experts are not supported by it"),
         (GGUFConfig(), "this model has dense layers"),
         (GPTQConfig(group_size=64), "`mlp.experts.*.down_proj` of every layer: in_features 32"),
     ],

@@ -47,12 +47,20 @@ def test_a_llama_layer_folds_everywhere_and_computes_what_it_did(key_value_heads
 
 
 def apply(layer: nn.Module, folding: Folding) -> None:
-    """Scale every subset by random scales and what comes before by their inverse."""
+    """Scale every subset by random scales and what comes before by their inverse, once for all that share it."""
     generator = torch.Generator().manual_seed(4)
+    shared: dict[str, Tensor] = {}
     for subset, fold in folding.folds.items():
+        is_first = fold.module not in shared
         scale_N = torch.exp(torch.randn(fold.channel_count, generator=generator, dtype=torch.float64))
+        scale_N = shared.setdefault(fold.module, torch.exp2(scale_N.log2().round()) if fold.followers else scale_N)
         for name in subset:
             layer.get_submodule(name).weight.data *= scale_N[fold.channels_K]
+        if not is_first:
+            assert fold.followers
+            continue
+        for name in fold.followers:
+            layer.get_submodule(name).weight.data *= scale_N
         module: Any = layer.get_submodule(fold.module)
         for parameter in module.parameters():
             offset = fold.offset or 0
@@ -60,13 +68,12 @@ def apply(layer: nn.Module, folding: Folding) -> None:
             parameter.data = (parameter.data + offset) / divisor_N - offset
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "gemma2"])
 def test_layers_of_other_families_compute_what_they_did_and_every_expert_is_folded(family: str, tmp_path: Path) -> None:
     decoder = Decoder.from_source(SourceModel.open(str(write_tiny(family, tmp_path / "m", dtype=torch.float32))))
     for number in decoder.layers_of_each_kind:
         folding = decoder.folding(number)
-        refused = [subset for subset in folding.refusals if not subset[0].endswith(("gate_proj", "w1"))]
-        assert refused == []  # a router reads what enters the experts too
+        assert folding.refusals == {}
         layer = decoder.materialise(number, "cpu", torch.float64)
         hidden_BTH = torch.randn(
             2, 9, decoder.config.hidden_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64
@@ -159,6 +166,76 @@ def test_a_norm_before_two_subsets_or_part_of_one_takes_no_scales() -> None:
             return self.down(self.between(self.gate(self.norm(hidden_BTH)), self.up(hidden_BTH)))
 
     assert "feeds more than" in folding_of(Apart()).refusals[GATE_UP]
+
+
+class Router(nn.Module):
+    """Tells each token how much of the MLP it gets, by what enters it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, HIDDEN))
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        return functional.softmax(functional.linear(x_BTH, self.weight), dim=-1).amax(dim=-1, keepdim=True)
+
+
+class Mixture(MLP):
+    """What a router gives each token of an MLP."""
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__(norm)
+        self.router = Router()
+
+    def routed(self, x_BTH: Tensor) -> Tensor:
+        return self.router(x_BTH)
+
+    def forward(self, hidden_BTH: Tensor) -> Tensor:
+        x_BTH = self.norm(hidden_BTH)
+        share_BT1 = self.routed(x_BTH)
+        return hidden_BTH + share_BT1 * self.down(self.between(functional.silu(self.gate(x_BTH)), self.up(x_BTH)))
+
+
+def test_a_router_that_reads_a_norm_follows_it() -> None:
+    found = folding_of(Mixture())
+    assert found.refusals == {} and found.folds[GATE_UP].followers == ("router",)
+    assert found.folds[DOWN].followers == ()
+
+
+def test_a_router_that_hears_more_than_the_norm_or_hears_it_otherwise_lets_nothing_be_scaled() -> None:
+    class Hears(Mixture):
+        def routed(self, x_BTH: Tensor) -> Tensor:
+            return self.router(x_BTH.roll(1, dims=-1))
+
+    class Added(Mixture):
+        def routed(self, x_BTH: Tensor) -> Tensor:
+            return self.router(x_BTH) * x_BTH.mean(dim=-1, keepdim=True)
+
+    class Bent(Mixture):
+        def routed(self, x_BTH: Tensor) -> Tensor:
+            return self.router(x_BTH + 1.0)
+
+    assert "`norm` does not feed the router channel by channel" in folding_of(Hears()).refusals[GATE_UP]
+    for kind in (Added, Bent):
+        assert "nothing before it scales" in folding_of(kind()).refusals[GATE_UP], kind
+
+
+def test_a_norm_of_one_plus_its_weight_before_a_router_takes_no_scales() -> None:
+    assert "adds 1 to its weight" in folding_of(Mixture(GemmaRMSNorm(HIDDEN))).refusals[GATE_UP]
+
+
+def test_a_matrix_that_rules_leave_does_not_follow_a_norm() -> None:
+    """It stays as it is in the source, so what it reads can't be scaled."""
+
+    class Left(Mixture):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(HIDDEN, 1)
+            self.left = nn.Linear(HIDDEN, 1)
+
+        def routed(self, x_BTH: Tensor) -> Tensor:
+            return functional.sigmoid(self.left(x_BTH)) + functional.sigmoid(self.router(x_BTH))
+
+    assert "nothing before it scales" in folding_of(Left()).refusals[GATE_UP]
 
 
 def test_a_linear_whose_channels_are_moved_about_is_followed() -> None:

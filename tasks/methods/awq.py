@@ -16,6 +16,8 @@ How it is computed here, and where that differs from the usual programs:
   and keys. Here each clipped group's scale is raised until its output has its old size along the true output, before
   the error is judged; then every linear can be clipped. Perplexity of SmolLM2-135M with its first 12 layers in 4 bits,
   groups of 64 (source 19.55): not clipped 20.56, clipped 21.01, clipped with the size restored 20.54.
+* What enters the experts of a mixture enters its router too, which must choose as before. So all experts share scales
+  there, which are powers of two: they change neither a norm's bits nor a router's, but their exponents.
 * The scales that weights are multiplied by are those that were really taken out before: a norm's weight is rounded to
   the source's dtype first. A folded layer computes what it did before rounding, whatever the dtype.
 
@@ -31,6 +33,7 @@ with zero points, where rounding to nearest has 25.77; 25.09 symmetric, against 
 Shape suffixes: N out_features, K in_features, G groups, C columns of one group, R any rows, S candidates.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -154,12 +157,44 @@ def candidate_scales(magnitude_K: Tensor, weight_magnitude_K: Tensor, channels_K
     return torch.stack(found)
 
 
+def in_powers_of_two(scales_SK: Tensor) -> Tensor:
+    """Candidates with each scale the nearest power of two, by ratio; each once, in their order."""
+    found: list[Tensor] = []
+    for scale_K in torch.exp2(scales_SK.log2().round()):
+        if not any(torch.equal(scale_K, other_K) for other_K in found):
+            found.append(scale_K)
+    return torch.stack(found)
+
+
 def scale_losses(weight_RK: Tensor, second_KK: Tensor, scales_SK: Tensor, config: AWQConfig) -> Tensor:
     """float64 [S] on the CPU: the summed output error of these rows, rounded to nearest with each candidate's scales.
 
     Infinite for a candidate under which a weight is out of the grid's reach, or whose error is not finite.
     """
     weight_RK = weight_RK.float()
+
+    def loss(scaled_RK: Tensor, scale_K: Tensor) -> Tensor:
+        error_RK = _rounded(scaled_RK, config).div_(scale_K).sub_(weight_RK)
+        return (error_RK @ second_KK).mul_(error_RK)
+
+    return _losses(weight_RK, scales_SK, config, loss)
+
+
+def clipped_losses(weight_RK: Tensor, moments: Moments, scales_SK: Tensor, config: AWQConfig) -> Tensor:
+    """The same of these rows as `quantize_rows` leaves them.
+
+    For scales in powers of two, which are few and coarse: clipping may undo what they seemed to bring.
+    """
+
+    def loss(scaled_RK: Tensor, scale_K: Tensor) -> Tensor:
+        return quantize_rows(scaled_RK, moments.divided(scale_K), config).losses_N
+
+    return _losses(weight_RK.float(), scales_SK, config, loss)
+
+
+def _losses(
+    weight_RK: Tensor, scales_SK: Tensor, config: AWQConfig, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     limit = LARGEST_HALF * (2**config.bits - 1) / 4  # half of what `check_weight` lets pass
     losses = []
     for scale_K in scales_SK.to(weight_RK.device):
@@ -167,9 +202,8 @@ def scale_losses(weight_RK: Tensor, second_KK: Tensor, scales_SK: Tensor, config
         if not float(scaled_RK.abs().max()) <= limit:
             losses.append(float("inf"))
             continue
-        error_RK = _rounded(scaled_RK, config).div_(scale_K).sub_(weight_RK)
-        loss = float((error_RK @ second_KK).mul_(error_RK).sum(dtype=torch.float64))
-        losses.append(loss if loss == loss else float("inf"))
+        total = float(loss(scaled_RK, scale_K).sum(dtype=torch.float64))
+        losses.append(total if total == total else float("inf"))
     return torch.tensor(losses, dtype=torch.float64)
 
 
@@ -272,6 +306,23 @@ def fold_into_norm(weight_N: Tensor, offset: int, scale_N: Tensor) -> tuple[Tens
     ratio_N = taken_N / scale_N
     fits_N = taken_N.isfinite() & (ratio_N > 0.5) & (ratio_N < 2)
     return folded_N.where(fits_N, weight_N), taken_N.where(fits_N, torch.ones_like(taken_N))
+
+
+def fold_exactly(weight_N: Tensor, matrices: list[Tensor], scale_N: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    """A norm's weight with `scale_N` taken out, matrices [M, N] that read its output with their columns times them, and them.
+
+    Of powers of two, so that what the matrices give stays the same to the last bit. All in their own dtypes; a channel
+    that one of them can't take so, because a value would leave its dtype's normal range, stays as it is, with a scale of 1.
+    """
+    exact_N = torch.ones_like(scale_N, dtype=torch.bool)
+    for tensor, factor_N in [(weight_N, 1 / scale_N), *((matrix_MN, scale_N) for matrix_MN in matrices)]:
+        scaled = (tensor.float() * factor_N).to(tensor.dtype)
+        is_kept = (scaled.float() / factor_N == tensor.float()) & scaled.isfinite()
+        is_kept &= (scaled == 0) | (scaled.abs() >= torch.finfo(tensor.dtype).tiny)
+        exact_N &= is_kept.reshape(-1, len(scale_N)).all(dim=0)
+    taken_N = scale_N.where(exact_N, torch.ones_like(scale_N))
+    folded_N = (weight_N.float() / taken_N).to(weight_N.dtype)
+    return folded_N, [(matrix_MN.float() * taken_N).to(matrix_MN.dtype) for matrix_MN in matrices], taken_N
 
 
 def fold_into_rows(weight_NK: Tensor, scale_N: Tensor, config: AWQConfig) -> Tensor:

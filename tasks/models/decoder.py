@@ -559,11 +559,32 @@ class Decoder:
 
     def folding(self, i: int) -> Folding:
         """Which modules of layer `i` may take up scales of its linears' inputs; no weight is read."""
-        layer = copy.deepcopy(self._skeleton(i).layer, {id(self.config): self.config})
+        skeleton = self._skeleton(i)
+        layer = copy.deepcopy(skeleton.layer, {id(self.config): self.config})
         self._fill_layers_buffers(layer, "cpu", torch.float32)
         generator = torch.Generator().manual_seed(0)
         hidden_BTH = torch.randn(1, PROBED_TOKENS, self.config.hidden_size, generator=generator)
-        return find_folding(layer, self.subsets(i), hidden_BTH, self.call_arguments(i, hidden_BTH, None))
+        found = find_folding(layer, self.subsets(i), hidden_BTH, self.call_arguments(i, hidden_BTH, None))
+        folds = {
+            subset: replace(fold, followers=tuple(map(skeleton.in_file, fold.followers)))
+            for subset, fold in found.folds.items()
+        }
+        refusals = dict(found.refusals)
+        reason = None
+        if self.source_dtype == torch.float16:  # whose small numbers lose bits when they are halved
+            reason = "feeds a router too, and float16 can't keep what that gets exact"
+        elif self.before_experts(i) == len(self.subsets(i)):
+            reason = "feeds a gate too, which is no router's"
+        for subset, fold in list(folds.items()):
+            if fold.followers and reason is not None:
+                refusals[subset] = f"`{folds.pop(subset).module}` {reason}"
+        return Folding(folds, refusals)
+
+    def before_experts(self, i: int) -> int:
+        """How many subsets of layer `i` run before its experts do."""
+        of_experts = {name for pair in self._all_experts(i) for subset in pair for name in subset}
+        subsets = self.subsets(i)
+        return next((n for n, subset in enumerate(subsets) if of_experts.intersection(subset)), len(subsets))
 
     # Dtypes
 
