@@ -25,9 +25,9 @@ def leave_if_it_was_no_crash(flow_run: FlowRun) -> None:
         return
     if before.type == StateType.PAUSED:
         stopping.suspend_again(flow_run, before)
-    at = before.state_details.scheduled_time
-    if before.type == StateType.SCHEDULED and at is not None:
-        at = datetime.fromisoformat(at.isoformat())
+    planned = before.state_details.scheduled_time
+    if before.type == StateType.SCHEDULED and planned is not None:
+        at = datetime.fromisoformat(planned.isoformat())
         if at > datetime.now(UTC) + timedelta(seconds=stopping.RESCHEDULE_SECONDS):
             stopping.reschedule(flow_run, before.name or "Scheduled", before.message or "", at)
 

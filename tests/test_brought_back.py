@@ -15,6 +15,7 @@ from prefect.states import Pending, Running, Scheduled, Suspended
 from deployments import host_crash
 from flows import stopping
 from flows.quantize_model import quantize_model
+from tasks.report import Report
 from tests.flow_jobs import layers_run, tiny_job
 from tests.tiny_models import write_tiny_llama
 
@@ -46,6 +47,10 @@ def state_of(run: UUID) -> State:
     return state
 
 
+def assert_is_done(report: object) -> None:
+    assert isinstance(report, Report) and report.status == "done"
+
+
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "outlive_a_lost_slot", lambda: None)  # it is for a process of its own
@@ -55,8 +60,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_suspended_run_that_was_taken_for_dead_is_suspended_again(tmp_path: Path, is_late: bool) -> None:
     job = tiny_job(write_tiny_llama(tmp_path / "model"), tmp_path)
-    suspended = Suspended(timeout_seconds=3600)
-    between = [Scheduled(name="Late")] if is_late else []
+    suspended: State = Suspended(timeout_seconds=3600)
+    between: list[State] = [Scheduled(name="Late")] if is_late else []
     run = deployed_run({"job": job.model_dump(mode="json")}, Running(), suspended, alarm(), *between, Pending())
     with layers_run() as ran, pytest.raises(Pause):
         run_flow(quantize_model, flow_run=run, parameters={"job": job})
@@ -67,13 +72,13 @@ def test_a_suspended_run_that_was_taken_for_dead_is_suspended_again(tmp_path: Pa
     with get_client(sync_client=True) as client:
         client.resume_flow_run(run.id)
         resumed = client.read_flow_run(run.id)
-    assert run_flow(quantize_model, flow_run=resumed, parameters={"job": job}).status == "done"
+    assert_is_done(run_flow(quantize_model, flow_run=resumed, parameters={"job": job}))
 
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_run_that_waits_for_its_next_window_waits_on_when_it_was_taken_for_dead(tmp_path: Path) -> None:
     job = tiny_job(write_tiny_llama(tmp_path / "model"), tmp_path)
-    waiting = Scheduled(name="Checkpointed", message="3 of 9 layers", scheduled_time=TOMORROW)
+    waiting: State = Scheduled(name="Checkpointed", message="3 of 9 layers", scheduled_time=TOMORROW)
     run = deployed_run({"job": job.model_dump(mode="json")}, Running(), waiting, alarm(), Pending())
     with layers_run() as ran, pytest.raises(Abort):
         run_flow(quantize_model, flow_run=run, parameters={"job": job})
@@ -95,12 +100,12 @@ def test_a_run_that_waits_for_its_next_window_waits_on_when_it_was_taken_for_dea
 def test_a_run_goes_on_where_that_is_meant(tmp_path: Path, history: tuple[State, ...]) -> None:
     job = tiny_job(write_tiny_llama(tmp_path / "model"), tmp_path)
     run = deployed_run({"job": job.model_dump(mode="json")}, Pending(), *history, Pending())
-    assert run_flow(quantize_model, flow_run=run, parameters={"job": job}).status == "done"
+    assert_is_done(run_flow(quantize_model, flow_run=run, parameters={"job": job}))
 
 
 def test_a_deadline_counts_from_the_schedule_whatever_the_run_had_to_wait_for() -> None:
     evening = datetime.now(UTC) - timedelta(hours=9)
-    later = [
+    later: list[State] = [
         Scheduled(name=name, scheduled_time=evening + timedelta(hours=hour + 1))
         for hour, name in enumerate(("Late", "AwaitingConcurrencySlot", "WaitingForRoot", "WaitingForDevice"))
     ]

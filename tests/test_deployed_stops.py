@@ -11,7 +11,7 @@ from uuid import UUID
 
 import pytest
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Pending, Suspended
 
@@ -111,7 +111,7 @@ def test_a_suspended_run_finishes_its_layer_and_resume_goes_on_in_a_fresh_proces
     with worker(server) as running_worker:
         run = start(server, job)
         wait_until_staged(job, 2)
-        suspended = Suspended(timeout_seconds=3600)
+        suspended: State = Suspended(timeout_seconds=3600)
         with server.client() as client:
             client.set_flow_run_state(run, suspended, force=True)
         wait_until(lambda: not descendants(running_worker.pid), lambda: "the flow process lives on")
