@@ -12,6 +12,8 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
+from flows.stopping import ALARM
+
 NAME = "prefect-quantize: bring runs back after a host crash"
 
 
@@ -36,7 +38,7 @@ def automation(silence_seconds: float) -> AutomationCore:
             ChangeFlowRunState(
                 name="AwaitingRetry",
                 state=StateType.SCHEDULED,
-                message=f"no heartbeat for {silence_seconds:.0f} s: the host is taken for dead, any worker may go on",
+                message=f"{ALARM} {silence_seconds:.0f} s: the host is taken for dead, any worker may go on",
                 force=True,
             )
         ],

@@ -1,6 +1,6 @@
 """One process that serves the deployments on a single machine, without a work pool or a worker: `prefect-quantize serve`.
 
-The deployments are those of prefect.yaml, read from there.
+The deployments are those of prefect.yaml, read from there, with the parameters and schedules that operators gave them.
 """
 
 import os
@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from prefect import Flow, serve
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import ConcurrencyLimitConfig
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from ruamel.yaml import YAML
 
+from deployments import kept
 from flows.maintain_store import maintain_store
 from flows.quantize_model import quantize_model
 
@@ -30,11 +32,13 @@ def main() -> None:
     for about in described:
         for name, value in about["work_pool"]["job_variables"]["env"].items():
             os.environ.setdefault(name, value)
-    serve(*(deployment(about) for about in described))
+    with get_client(sync_client=True) as client:
+        registered = [(about, kept.read(client, kept.full_name(about))) for about in described]
+    serve(*(deployment(about, own) for about, own in registered))
 
 
-def deployment(about: dict[str, Any]) -> RunnerDeployment:
-    """A deployment as prefect.yaml describes it, less the work pool."""
+def deployment(about: dict[str, Any], own: kept.Kept | None = None) -> RunnerDeployment:
+    """A deployment as prefect.yaml describes it, less the work pool, and with what it has of its `own` on the server."""
     limit = about.get("concurrency_limit")
     schedules = [
         DeploymentScheduleCreate(
@@ -47,8 +51,8 @@ def deployment(about: dict[str, Any]) -> RunnerDeployment:
         about["name"],
         description=about["description"],
         tags=about["tags"],
-        parameters=about.get("parameters"),
-        schedules=schedules or None,
+        parameters=about.get("parameters") if own is None else own.parameters_over(about.get("parameters")),
+        schedules=(schedules if own is None else own.schedules) or None,
         concurrency_limit=ConcurrencyLimitConfig.model_validate(limit) if limit else None,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )

@@ -20,6 +20,16 @@ from flows import commands_deploy, commands_run, commands_store, console
 from flows.embedded_server import ServerDidNotStart, ServerUnreachable
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_UNREAD = 1, 2, 75, 130, 141
+_LOG_IN = (
+    "log in: `prefect cloud login` for Prefect Cloud, PREFECT_API_AUTH_STRING for a server with a password; `prefect "
+    "config view` tells where the address is set"
+)
+# What to do when the configured Prefect server answers with such a status.
+_REMEDIES = {
+    401: _LOG_IN,
+    403: _LOG_IN,
+    404: "is PREFECT_API_URL the address of an API? That of `prefect server start` ends in `/api`",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,10 +95,23 @@ def _told(error: Exception | KeyboardInterrupt) -> tuple[int, str]:
         return EXIT_REFUSED, str(error)
     if isinstance(error, ServerDidNotStart | ServerUnreachable):
         return EXIT_FAILED, str(error)
+    if (refusal := _refusal(error)) is not None:
+        return EXIT_FAILED, refusal
     return (
         EXIT_FAILED,
         f"{type(error).__name__}: {error} (--verbose shows where; what was published stays)",
     )
+
+
+def _refusal(error: BaseException | None) -> str | None:
+    """What the configured Prefect server has against us, where that is what the error or its cause is about."""
+    while error is not None:
+        if type(error).__name__ == "PrefectHTTPStatusError":
+            remedy = _REMEDIES.get(error.response.status_code)  # type: ignore[attr-defined]
+            if remedy is not None:
+                return f"the Prefect server refuses: {str(error).splitlines()[0]}; {remedy}"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:

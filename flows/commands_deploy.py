@@ -41,17 +41,35 @@ def _deploy(arguments: argparse.Namespace) -> int:
     server = _server()
     print(f"Prefect server {server}", flush=True)
     asyncio.run(_register(arguments.silence))
+    if code := _register_deployments(server):
+        return code
+    print(f"Start a worker on each machine with devices: prefect worker start --pool {WORK_POOL}", flush=True)
+    return 0
+
+
+def _register_deployments(server: str) -> int:
+    """Those of prefect.yaml, with what operators have set on the server; the exit code of `prefect deploy`."""
+    from prefect.client.orchestration import get_client
+    from ruamel.yaml import YAML
+
+    from deployments import kept
+
     file = DEPLOYMENTS / "prefect.yaml"
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
-    done = subprocess.run(
-        command, env={**os.environ, "PREFECT_API_URL": server}, check=False, stdout=subprocess.PIPE, text=True
-    )
+    described = YAML(typ="safe", pure=True).load(file)["deployments"]
+    with get_client(sync_client=True) as client:
+        before = [(about, kept.read(client, kept.full_name(about))) for about in described]
+        command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+        done = subprocess.run(
+            command, env={**os.environ, "PREFECT_API_URL": server}, check=False, stdout=subprocess.PIPE, text=True
+        )
+        for about, own in before:  # after a failure too: some may have been registered
+            if own is not None and kept.give_back(client, about, own):
+                print(f"deployment `{kept.full_name(about)}` keeps its parameters, schedules and job variables")
     if done.returncode:
         print(done.stdout, file=sys.stderr)
         return done.returncode
     for name in re.findall(r"Deployment '([^']+)' successfully created", " ".join(done.stdout.split())):
         print(f"deployment `{name}` registered")
-    print(f"Start a worker on each machine with devices: prefect worker start --pool {WORK_POOL}", flush=True)
     return 0
 
 

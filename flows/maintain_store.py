@@ -5,7 +5,8 @@ from typing import Any
 from prefect import flow, get_run_logger
 
 from checkpoint_store import maintenance
-from checkpoint_store.errors import CheckpointDamaged
+from checkpoint_store.errors import CheckpointDamaged, StoreLocked
+from checkpoint_store.garbage import SweepReport
 
 
 @flow(name="maintain-store", flow_run_name="{root}", persist_result=False)
@@ -17,7 +18,7 @@ def maintain_store(
 ) -> dict[str, Any]:
     """Hash everything that is published, then remove what no generation needs; CheckpointDamaged when a byte is wrong.
 
-    Nothing is swept from a damaged root. A sweep that meets a reader is left for the next time.
+    Nothing is swept from a damaged root. A sweep that meets a reader, or a run at work, is left for the next time.
 
     Args:
         root: The checkpoint root.
@@ -36,6 +37,9 @@ def maintain_store(
             f"`{root}` is damaged: {'; '.join(found.problems)}. A run falls back to an older generation that is whole; "
             f"see `prefect-quantize verify {root}`, and look after the disk"
         )
-    swept = maintenance.sweep(root, allow_network_filesystem=allow_network_filesystem)
+    try:
+        swept = maintenance.sweep(root, allow_network_filesystem=allow_network_filesystem)
+    except StoreLocked as error:  # a run sweeps by itself, each time it publishes
+        swept = SweepReport(deferred=f"nothing was swept: {error}")
     logger.info("%s: %s", root, swept.deferred or f"{swept.objects} objects, {swept.bytes / 1e6:.1f} MB removed")
     return {"verified": found.as_json(), "swept": swept.as_json()}

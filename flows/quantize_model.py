@@ -23,8 +23,9 @@ from checkpoint_store.errors import CheckpointDamaged, CheckpointError, Checkpoi
 from checkpoint_store.result_storage import GenerationStorage
 from checkpoint_store.session import ADAPTER, LAYER, CheckpointSession
 from checkpoint_store.tensors import continuation_batches
-from flows import stopping
+from flows import brought_back, stopping
 from flows.deadline import Deadline, DeadlineText
+from flows.deployed_paths import refuse_paths_into_nowhere
 from flows.embedded_server import embedded_server
 from flows.layers_at_once import LayersAtOnce
 from flows.stopping import StopRequest
@@ -92,6 +93,7 @@ def quantize_model(job: QuantizationJob, deadline: DeadlineText | None = None) -
     flow_run = context.flow_run if context is not None else None
     start, until = datetime.now(UTC), None
     if flow_run is not None and stopping.is_deployed(flow_run):
+        brought_back.leave_if_it_was_no_crash(flow_run)
         stopping.outlive_a_lost_slot()
         start = stopping.scheduled_start(flow_run)
     if deadline is not None:
@@ -104,6 +106,8 @@ def quantize_model(job: QuantizationJob, deadline: DeadlineText | None = None) -
         if until is not None:  # told when signals are taken, and not before
             at = until.at.isoformat(" ", "minutes")
             logger.info("deadline %s: no layer that would end after %s is begun", until.text, at)
+        if stopping.is_deployed(flow_run):
+            refuse_paths_into_nowhere(job)
         return _Quantization(job, logger, stop, flow_run).go()
 
 

@@ -145,12 +145,29 @@ def end(flow_run: FlowRun | None, message: str, stop: StopRequest) -> NoReturn:
         state = client.read_flow_run(flow_run.id).state
     if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
         raise Abort(message)
-    suspended = state if state is not None and state.type == StateType.PAUSED else stop.suspended
-    if suspended is not None:
-        raise Pause(message, state=suspended)
+    if state is not None and state.type == StateType.PAUSED:
+        suspend_again(flow_run, state, message)
+    if stop.suspended is not None:
+        raise Pause(message, state=stop.suspended)
     if stop.deadline is not None and stop.deadline_is_reached:
         reschedule(flow_run, "Checkpointed", message, _next_window(flow_run, stop.deadline))
     reschedule(flow_run, "Checkpointed", message)
+
+
+def suspend_again(flow_run: FlowRun, suspended: State, message: str | None = None) -> NoReturn:
+    """Leave a suspended run as it is.
+
+    Its state is set once more, now that the last layer is finished: heartbeats came after the first time, and the
+    automation for host crashes takes the silence after a heartbeat for a death.
+    """
+    again = State(type=StateType.PAUSED, name=suspended.name, message=message or suspended.message)
+    again.state_details.pause_reschedule = suspended.state_details.pause_reschedule
+    again.state_details.pause_timeout = suspended.state_details.pause_timeout
+    again.state_details.pause_key = suspended.state_details.pause_key
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run.id, again, force=True)
+        state = client.read_flow_run(flow_run.id).state
+    raise Pause(message or suspended.message, state=state)
 
 
 def reschedule(flow_run: FlowRun, name: str, message: str, at: datetime | None = None) -> NoReturn:
@@ -162,8 +179,23 @@ def reschedule(flow_run: FlowRun, name: str, message: str, at: datetime | None =
 
 
 def wait_for(flow_run: FlowRun, what: Literal["Root", "Device"], message: str) -> NoReturn:
-    """Leave, and have the API start this run again when whoever holds the root or a device may have finished."""
+    """Leave, and have the API start this run again when whoever holds the root or a device may have finished.
+
+    Not a run that was cancelled or suspended meanwhile: that stays so.
+    """
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run.id).state
+    if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
+        raise Abort(message)
+    if state is not None and state.type == StateType.PAUSED:
+        suspend_again(flow_run, state, message)
     reschedule(flow_run, f"WaitingFor{what}", message, datetime.now(UTC) + timedelta(seconds=WAITING_SECONDS))
+
+
+# How the message of the automation for host crashes begins.
+ALARM = "no heartbeat for"
+# Put between the start that was asked for and the real one.
+_WAITING_STATES = ("Late", "AwaitingConcurrencySlot", "WaitingForRoot", "WaitingForDevice")
 
 
 def scheduled_start(flow_run: FlowRun) -> datetime:
@@ -173,7 +205,9 @@ def scheduled_start(flow_run: FlowRun) -> datetime:
     times = [
         (state.timestamp, state.state_details.scheduled_time)
         for state in states
-        if state.type == StateType.SCHEDULED and state.name not in ("Late", "AwaitingConcurrencySlot")
+        if state.type == StateType.SCHEDULED
+        and state.name not in _WAITING_STATES
+        and not (state.message or "").startswith(ALARM)
     ]
     start = max(times)[1] if times else None
     return datetime.fromisoformat(start.isoformat()) if start is not None else datetime.now(UTC)

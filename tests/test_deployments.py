@@ -8,15 +8,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentScheduleUpdate, DeploymentUpdate
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.deployments.runner import RunnerDeployment
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Scheduled
 from ruamel.yaml import YAML
 
+from checkpoint_store.store import CheckpointStore
+from deployments import kept, serve
 from flows import cli
 from tests.flow_jobs import contents, tiny_job
 from tests.tiny_models import write_tiny_llama
@@ -52,14 +58,44 @@ def is_final(run: FlowRun) -> bool:
     return run.state is not None and run.state.is_final()
 
 
+OWN_VARIABLES = {"env": {"CUDA_VISIBLE_DEVICES": "1", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "45"}}
+
+
+def set_overnight(
+    place: Path, deadline: str = "05:00 Europe/Berlin", job_variables: dict[str, Any] = OWN_VARIABLES
+) -> tuple[dict[str, object], list[tuple[str, bool]], dict[str, object]]:
+    """Give it a job and an hour, and switch its schedule on, as an operator does in the UI; what it has then."""
+    parameters = {"job": {"model": str(place / "m"), "output": str(place / "o")}, "deadline": deadline}
+    schedules = [DeploymentScheduleUpdate(schedule=CronSchedule(cron="0 23 * * *", timezone="UTC"), active=True)]
+    variables = job_variables
+    with get_client(sync_client=True) as client:
+        found = client.read_deployment_by_name("quantize-model/overnight")
+        changes = DeploymentUpdate(parameters=parameters, schedules=schedules, job_variables=variables)
+        client.update_deployment(found.id, changes)
+    assert overnight() == (parameters, [("0 23 * * *", True)], variables)
+    return overnight()
+
+
+def overnight() -> tuple[dict[str, object], list[tuple[str, bool]], dict[str, object]]:
+    with get_client(sync_client=True) as client:
+        found = client.read_deployment_by_name("quantize-model/overnight")
+    schedules = [(str(getattr(schedule.schedule, "cron", None)), schedule.active) for schedule in found.schedules]
+    return found.parameters, schedules, found.job_variables or {}
+
+
 def test_deploy_registers_everything_and_a_worker_runs_it_from_any_directory(
     tmp_path: Path, prefect_server: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert cli.main(["deploy"]) == 0, capfd.readouterr().err
+    own = set_overnight(tmp_path)
+    capfd.readouterr()
     assert cli.main(["deploy"]) == 0, "a second time is no error"
-    assert "prefect worker start" in capfd.readouterr().out
+    assert overnight() == own, "what an operator has set is there after an update"
+    said = capfd.readouterr().out
+    assert "prefect worker start" in said
+    assert said.count("keeps its parameters, schedules and job variables") == 1
     job = tiny_job(write_tiny_llama(tmp_path / "model"), tmp_path)
     with get_client(sync_client=True) as client:
         limit = client.read_deployment_by_name("quantize-model/quantize").concurrency_options
@@ -123,6 +159,40 @@ def test_serve_runs_what_is_asked_of_the_server_from_any_directory(tmp_path: Pat
     assert contents(job.output)
 
 
+def test_a_start_of_serve_and_a_registration_anew_keep_what_was_set_on_the_server(
+    tmp_path: Path, prefect_server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[RunnerDeployment] = []
+    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # which `serve` would set for good
+    monkeypatch.setattr(serve, "serve", lambda *deployments: served.extend(deployments))
+    serve.main()
+    for deployment in served:
+        deployment.apply()
+    own = set_overnight(tmp_path, job_variables={})
+    served.clear()
+    serve.main()
+    for deployment in served:
+        deployment.apply()
+    assert overnight() == own
+    assert [deployment.name for deployment in served] == ["quantize", "overnight", "store-hygiene"]
+
+    [about] = [about for about in described() if about["name"] == "overnight"]
+    with get_client(sync_client=True) as client:
+        kept_before = kept.read(client, "quantize-model/overnight")
+        assert kept_before is not None and kept.read(client, "quantize-model/no-such") is None
+        own = set_overnight(tmp_path, deadline="07:00", job_variables={})
+        assert kept.give_back(client, about, kept_before)
+        assert not kept.give_back(client, about, kept_before), "nothing was left to give"
+    parameters, schedules, variables = overnight()
+    assert (parameters, schedules) == (kept_before.parameters, own[1])
+    assert variables == about["work_pool"]["job_variables"], "what is new in a later version comes along"
+
+
+def described() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = YAML(typ="safe", pure=True).load(ROOT / "deployments" / "prefect.yaml")["deployments"]
+    return found
+
+
 def test_maintenance_fails_loudly_on_a_damaged_root(tmp_path: Path, prefect_server: None) -> None:
     from checkpoint_store.errors import CheckpointDamaged
     from flows.maintain_store import maintain_store
@@ -131,6 +201,8 @@ def test_maintenance_fails_loudly_on_a_damaged_root(tmp_path: Path, prefect_serv
     job = tiny_job(write_tiny_llama(tmp_path / "model"), tmp_path)
     quantize_model(job)
     assert maintain_store(job.checkpoint.path)["verified"]["is_whole"]
+    with CheckpointStore.open(Path(job.checkpoint.path)):  # as a run has it open
+        assert "nothing was swept" in maintain_store(job.checkpoint.path)["swept"]["deferred"]
     victim = next((Path(job.checkpoint.path) / "objects").iterdir())
     victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(CheckpointDamaged, match=victim.name[:12]):

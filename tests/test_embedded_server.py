@@ -147,6 +147,34 @@ def test_a_configured_server_that_does_not_answer_is_told_with_the_way_to_mend_i
     assert "Traceback" not in told
 
 
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(401, "prefect cloud login"), (403, "AUTH_STRING"), (404, "ends in `/api`")]
+)
+@pytest.mark.parametrize("command", [["deploy"], ["run", "model", "--output", "output"]])
+def test_a_server_that_refuses_is_told_with_what_to_do(
+    command: list[str], status: int, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refuses(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_POST = do_PUT = do_PATCH = answer
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as answering:
+        threading.Thread(target=answering.serve_forever, daemon=True).start()
+        with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{answering.server_port}/api"}):
+            assert cli.main(command) == 1
+        answering.shutdown()
+    told = capsys.readouterr().err
+    assert f"the Prefect server refuses: Client error '{status}" in told and remedy in told
+    assert "Traceback" not in told
+
+
 def test_a_server_that_cannot_start_is_told_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", "sqlite+aiosqlite:////dev/null/prefect.db")
     with (
