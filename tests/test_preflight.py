@@ -76,7 +76,7 @@ def problem_of(model: Path, tmp_path: Path, **changes: Any) -> str:
 
 def test_all_problems_come_in_one_list(own_model, tmp_path):
     (own_model / "model.safetensors.index.json").unlink()
-    (own_model / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    (own_model / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "notes.txt").touch()
     problems = problems_of(
@@ -88,7 +88,7 @@ def test_all_problems_come_in_one_list(own_model, tmp_path):
     )
     for part in (
         "model.safetensors.index.json",
-        "'mamba'; supported are: apertus, ",
+        "'rwkv'; supported are: afmoe, ",
         "calibration file",
         "cuda:99",
         "emptied at a restart",
@@ -101,7 +101,7 @@ def test_all_problems_come_in_one_list(own_model, tmp_path):
 def test_an_unsupported_family_is_named_with_the_supported_ones(own_model, tmp_path):
     config = json.loads((own_model / "config.json").read_text())
     (own_model / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    assert "'gpt2'; supported are: apertus, " in problem_of(own_model, tmp_path)
+    assert "'gpt2'; supported are: afmoe, " in problem_of(own_model, tmp_path)
 
 
 def test_a_source_without_safetensors_is_told(tmp_path):
