@@ -25,9 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from tasks.formats.gguf_families import lost_in_transformers
 from tasks.formats.gguf_plan import ROPE_FACTORS
 from tasks.models import fp8_weights, stacked_experts
+from tasks.models.families import model_class
 from tasks.models.layer_names import is_for_further_tokens
 from tasks.models.source import INDEX_FILE, SINGLE_FILE, SourceModel
-from tasks.models.wrappers import model_class
 from tasks.output_directory import GGUF_FILE
 from tasks.ruled_modules import of_module
 from tasks.schemes import LAYOUTS

@@ -30,9 +30,9 @@ from tasks.formats.gguf_tokenizer import TokenizerFields, tokenizer_fields
 from tasks.methods.ggml import CHUNK_WEIGHTS
 from tasks.methods.grid import WeightError
 from tasks.methods.importance import ImportanceSum
+from tasks.models.families import WRAPPERS
 from tasks.models.source import SourceModel
 from tasks.models.tensor_check import DERIVABLE
-from tasks.models.wrappers import WRAPPERS
 from tasks.quantization import GGUFConfig
 from tasks.schemes import Prepared, Scheme, Statistic
 

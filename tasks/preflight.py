@@ -17,7 +17,8 @@ from tasks.devices import DevicePool
 from tasks.formats import peft
 from tasks.job import CalibrationConfig, QuantizationJob, absolute_path, checkpoint_root
 from tasks.memory_estimate import MemoryEstimate
-from tasks.models.decoder import Decoder, refusal
+from tasks.models.decoder import Decoder
+from tasks.models.families import refusal
 from tasks.models.layer_names import ROUTERS
 from tasks.models.source import SourceError, SourceModel
 from tasks.module_rules import ModuleConfigs

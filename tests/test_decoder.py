@@ -13,7 +13,8 @@ from tiny_models import write_tiny_llama
 from transformers import AutoModelForCausalLM
 
 from tasks.models.calls import StandIn
-from tasks.models.decoder import SUPPORTED, Decoder
+from tasks.models.decoder import Decoder
+from tasks.models.families import SUPPORTED
 from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import SourceError, SourceModel
 
@@ -198,7 +199,7 @@ def test_the_embedding_is_dropped_on_release_and_loaded_again_on_demand(tmp_path
     input_ids, _ = ids_and_mask()
     before = decoder.embed(input_ids)
     decoder.release()
-    assert decoder._embedding is None
+    assert decoder._frame._embedding is None
     assert decoder.embed(input_ids).equal(before)
 
 
@@ -358,7 +359,7 @@ def test_peak_memory_does_not_grow_with_the_depth_of_the_model(tmp_path):
     script = """
 import sys, torch
 from tasks.models.calls import StandIn
-from tasks.models.decoder import SUPPORTED, Decoder
+from tasks.models.decoder import Decoder
 from tasks.models.source import SourceModel
 decoder = Decoder.from_source(SourceModel.open(sys.argv[1]))
 hidden = decoder.embed(torch.arange(64)[None])

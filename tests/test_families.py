@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.models.decoder import SUPPORTED, Decoder
+from tasks.models.decoder import Decoder
 from tasks.models.experts import UnfusedExperts
+from tasks.models.families import SUPPORTED
 from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import SourceError, SourceModel
 from tests.family_replay import assert_replays

@@ -14,7 +14,7 @@ from tasks.evaluate import dense_model
 from tasks.formats.gguf_families import FAMILIES, context_length, problems
 from tasks.formats.gguf_plan import make_plan
 from tasks.gguf_scheme import GGUFScheme
-from tasks.models.decoder import SUPPORTED
+from tasks.models.families import SUPPORTED
 from tasks.models.source import SourceModel
 from tasks.output_directory import GGUF_FILE
 from tasks.quantization import GGUFConfig

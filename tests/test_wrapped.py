@@ -18,9 +18,9 @@ from tasks.evaluate import dense_model
 from tasks.formats import gptq as gptq_layout
 from tasks.formats import peft
 from tasks.models.decoder import Decoder
+from tasks.models.families import WRAPPERS
 from tasks.models.replay import ReplayError, check_replay
 from tasks.models.source import SourceError, SourceModel
-from tasks.models.wrappers import WRAPPERS
 from tasks.quantization import (
     AWQConfig,
     BitsAndBytesConfig,

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from tasks.models.wrappers import model_class
+from tasks.models.families import model_class
 from tests.tiny_families import COMMON, FAMILIES, WINDOW
 from tests.tiny_models import tiny_tokenizer
 

@@ -1,13 +1,11 @@
 """A decoder as transformers defines it, one layer at a time: no family has code of its own here.
 
 The whole model exists only on the meta device. A layer is a copy of its skeleton with real weights; what a layer is
-called with (mask, rotary tables, whatever its family passes) comes from the model's own forward, run up to that layer
-over stand-ins that only hand the hidden states on. Legend: `B` samples, `T` tokens, `H` hidden size, `N` out_features,
+called with (mask, rotary tables, whatever its family passes) comes from the model's own forward: see `frame`. Legend: `B` samples, `T` tokens, `H` hidden size, `N` out_features,
 `K` in_features.
 """
 
 import copy
-import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -21,21 +19,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from tasks.models import fp8_weights
-from tasks.models.calls import (
-    HEAD,
-    Arguments,
-    Call,
-    Form,
-    Handed,
-    HeadStep,
-    are_equal,
-    calls_of_stand_ins,
-    form_of,
-    in_place_of_embedded,
-    on_meta,
-)
+from tasks.models.calls import HEAD, Form, are_equal, form_of, on_meta
 from tasks.models.experts import UnfusedExperts
+from tasks.models.families import model_class, outside, refusal, text_model_refusal
 from tasks.models.folding import PROBED_TOKENS, Folding, Subset, find_folding
+from tasks.models.frame import SKELETON_DTYPE, Frame
 from tasks.models.layer_names import (
     LayoutError,
     common_layers_name,
@@ -48,49 +36,14 @@ from tasks.models.layer_names import (
 from tasks.models.source import TORCH_DTYPE, SourceError, SourceModel
 from tasks.models.stacked_experts import STACKED_FAMILIES
 from tasks.models.tensor_check import tensor_problems
-from tasks.models.wrappers import WRAPPERS, model_class, outside, text_model_refusal
 
-# The families that are tested; what they have of their own is in transformers' code, and in none of ours.
-SUPPORTED = frozenset(
-    {
-        "afmoe", "apertus", "apertus1p5_text", "arcee", "axk1", "bamba", "beam", "biogpt", "bloom", "codegen",
-        "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge",
-        "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba",
-        "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
-        "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa",
-        "granitemoehybrid", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
-        "iquestcoder", "jais2", "jamba", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba", "mellum",
-        "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "mpt",
-        "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3",
-        "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-        "sarvam_mla", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
-    }
-)  # fmt: skip
 # Of transformers' implementations of experts the one that goes through them one after the other.
 EXPERTS = "eager"
-# What skeletons are built in: what a module holds in it is of the dtype of its model, unlike what it holds in float32.
-SKELETON_DTYPE = torch.bfloat16
-# The attribute by which transformers knows a parameter that is loaded and not to be drawn.
-KEEPS_ITS_VALUE = "_is_hf_initialized"
 # Attributes by which the modules of a layer know its place, which makes it no other kind.
 LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
 
 # What a linear, by its full name, is quantized by: those with one answer may be quantized together. None: not at all.
 Grouping = Callable[[str], Hashable | None]
-
-
-def is_supported(model_type: object) -> bool:
-    """Whether a config.json with this `model_type`, which may be anything, is of a family that is known here."""
-    return isinstance(model_type, str) and (model_type in SUPPORTED or model_type in WRAPPERS)
-
-
-def refusal(config: Mapping[str, Any]) -> str | None:
-    """Why a model of this config.json is not supported, as far as its own `model_type` tells; None where it is."""
-    family = config.get("model_type")
-    if is_supported(family):
-        return None
-    wraps = "" if "text_config" not in config else f", with a text model inside {', '.join(sorted(WRAPPERS))}"
-    return f"its model_type is {family!r}; supported are: {', '.join(sorted(SUPPORTED))}{wraps}"
 
 
 @dataclass(frozen=True)
@@ -145,12 +98,7 @@ class Decoder:
         except LayoutError as error:
             raise SourceError(source.path, [str(error)]) from error
         setattr(self._front, self._layers_attribute, nn.ModuleList())
-        embedding: Any = model.get_input_embeddings()
-        own_name = next(name for name, module in model.named_modules() if module is embedding)
-        self._embedding_name = self._outer_in_files[f"{own_name}.weight"]
-        self._embedding_size: int = embedding.embedding_dim
-        self._embedding: PreTrainedModel | None = None  # the front with all its weights
-        self._last_calls: dict[torch.device, Call] = {}
+        self._frame = Frame(source, model, self._layers, self._layers_attribute, self._outer_in_files, self.form)
         self._skeletons: dict[int, _Skeleton] = {}
         self._traced: dict[int, tuple[Subset, ...]] = {}
         self._forms: dict[int, Form] = {}
@@ -200,7 +148,7 @@ class Decoder:
             config = AutoConfig.from_pretrained(source.path)
             if hasattr(config, "quantization_config"):
                 del config.quantization_config
-            reason = text_model_refusal(config, SUPPORTED)
+            reason = text_model_refusal(config)
             if reason is None:
                 with init_empty_weights(include_buffers=True):
                     model = _built(config, attn_implementation)
@@ -561,7 +509,7 @@ class Decoder:
         """Which modules of layer `i` may take up scales of its linears' inputs; no weight is read."""
         skeleton = self._skeleton(i)
         layer = copy.deepcopy(skeleton.layer, {id(self.config): self.config})
-        self._fill_layers_buffers(layer, "cpu", torch.float32)
+        self._frame.fill_layers_buffers(layer, "cpu", torch.float32)
         generator = torch.Generator().manual_seed(0)
         hidden_BTH = torch.randn(1, PROBED_TOKENS, self.config.hidden_size, generator=generator)
         found = find_folding(layer, self.subsets(i), hidden_BTH, self.call_arguments(i, hidden_BTH, None))
@@ -611,7 +559,7 @@ class Decoder:
         """
         dtype = dtype or self.compute_dtype(device)
         if self.is_head(i):
-            return self._materialised_head(device, dtype)
+            return self._frame.head_step(self.head_name, device, dtype)
         layer, names = copy.deepcopy(self._layers[i], {id(self.config): self.config}), self._in_files[self.kinds[i]]
         prefix = f"{self.layer_name(i)}."
         unfused = unfuse(layer, names, self.source.stacking)
@@ -625,7 +573,7 @@ class Decoder:
             for name, tensor in self.source.load(names_of_dtype, device, kept).items():
                 held[own_names[name]] = tensor
         layer.load_state_dict(held, assign=True)
-        self._fill_layers_buffers(layer, device, dtype)
+        self._frame.fill_layers_buffers(layer, device, dtype)
         for module in layer.modules():
             if isinstance(module, UnfusedExperts):
                 module.lay_out()
@@ -640,52 +588,10 @@ class Decoder:
             return torch.float32
         return dtype if built_in == SKELETON_DTYPE else built_in
 
-    def _fill_layers_buffers(self, layer: nn.Module, device: str | torch.device, dtype: torch.dtype) -> None:
-        if _fill_buffers(self._front, layer, device, dtype):
-            # Some families fill those of all layers from the model.
-            front = copy.deepcopy(self._front, {id(self.config): self.config})
-            setattr(front, self._layers_attribute, nn.ModuleList([layer]))
-            front._init_weights(front)
-
     def twin(self, layer: nn.Module) -> nn.Module:
         """A second one of a materialised layer, with the same tensors until either's are replaced."""
         shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in layer.parameters()}
         return copy.deepcopy(layer, {id(self.config): self.config, **shared})
-
-    def _materialised_head(self, device: str | torch.device, dtype: torch.dtype) -> nn.Module:
-        """The head, and before it what the model's own forward does after its last layer."""
-        front = self._copied_front(device, dtype)
-        last = Handed(self._layers[-1], self.form(self.layer_count - 1))
-        setattr(front, self._layers_attribute, nn.ModuleList([last]))
-        head = copy.deepcopy(self._model.get_output_embeddings())
-        self._load_front(front, device, dtype, vocabulary_rows=0)
-        self._load(head, {f"{self.head_name}.{name}": name for name, _ in head.named_parameters()}, device, dtype)
-        return HeadStep(front, last, head, self._embedding_size)
-
-    def _load_front(
-        self,
-        front: nn.Module,
-        device: str | torch.device,
-        dtype: torch.dtype | None,
-        vocabulary_rows: int | None = None,
-    ) -> None:
-        """Give a copy of the front its weights; of the embedding all rows, or so many, or with 0 none at all."""
-        prefix = f"{self._front_name}." if self._front_name else ""
-        names = {self._outer_in_files[f"{prefix}{name}"]: name for name, _ in front.named_parameters()}
-        if vocabulary_rows is not None:
-            own_name = names.pop(self._embedding_name)
-            if vocabulary_rows:
-                rows = self.source.load_rows(self._embedding_name, vocabulary_rows, dtype)
-                _set_parameter(front, own_name, rows.to(device))
-        self._load(front, names, device, dtype)
-
-    def _load(
-        self, module: nn.Module, names: Mapping[str, str], device: str | torch.device, dtype: torch.dtype | None
-    ) -> None:
-        """Give a module outside the layers its weights; `names` are its own by the files'."""
-        for in_file, name in names.items():
-            (tensor,) = self.source.load([in_file], device, dtype).values()
-            _set_parameter(module, name, tensor)
 
     def embed(
         self, input_ids: Tensor, dtype: torch.dtype | None = None, attention_mask_BT: Tensor | None = None
@@ -697,27 +603,11 @@ class Decoder:
         the largest id are read, and nothing stays. `attention_mask_BT` is True at real tokens, which some families count
         for their places; without it all are.
         """
-        if dtype is not None:
-            front = self._copied_front("cpu", dtype)
-            self._load_front(front, "cpu", dtype, vocabulary_rows=int(input_ids.max()) + 1)
-            return self._embedded(front, input_ids, attention_mask_BT)
-        if self._embedding is None:
-            front = self._copied_front("cpu", self.source_dtype)
-            self._load_front(front, "cpu", None)
-            self._embedding = front
-        return self._embedded(self._embedding, input_ids, attention_mask_BT).to(self.source_dtype)
-
-    def _embedded(self, front: PreTrainedModel, input_ids: Tensor, attention_mask_BT: Tensor | None) -> Tensor:
-        shared = {id(parameter): parameter for parameter in front.parameters()}
-        front = copy.deepcopy(front, {id(self.config): self.config, **shared})
-        args, kwargs = self._calls(front, 1, input_ids=input_ids.cpu(), attention_mask=attention_mask_BT)[0]
-        hidden_BTH: Tensor = args[0] if args else kwargs["hidden_states"]
-        return hidden_BTH
+        return self._frame.embed(input_ids, self.source_dtype, dtype, attention_mask_BT)
 
     def release(self) -> None:
         """Drop the embedding and the last masks."""
-        self._embedding = None
-        self._last_calls.clear()
+        self._frame.release()
 
     def call_arguments(self, i: int, hidden_BTH: Tensor, attention_mask_BT: Tensor | None) -> dict[str, Any]:
         """Keyword arguments of layer `i` beside its hidden states: masks, rotary tables, as its own model passes them.
@@ -730,49 +620,12 @@ class Decoder:
         if self.is_head(i):
             return {}
         # All layers of a kind are called alike (`unlike_calls`), so that the last one costs no more than the first.
-        i, device = self.kinds[i], hidden_BTH.device
-        if attention_mask_BT is not None:
-            attention_mask_BT = attention_mask_BT.to(device)
-        last = self._last_calls.get(device)
-        call = Call(i, hidden_BTH.shape, hidden_BTH.dtype, attention_mask_BT, {})
-        if last is None or not last.is_like(call):
-            calls = self._calls_with(i + 1, hidden_BTH, attention_mask_BT)
-            last = self._last_calls[device] = replace(call, arguments=self._by_keyword(i, calls[i]))
-        return dict(last.arguments)
+        return self._frame.arguments(self.kinds[i], hidden_BTH, attention_mask_BT)
 
     def unlike_calls(self, hidden_BTH: Tensor, attention_mask_BT: Tensor) -> list[tuple[int, int]]:
         """Layers that the model calls with other arguments than the first of their kind, each with that one: none."""
-        called = self._calls_with(self.layer_count, hidden_BTH, attention_mask_BT)
-        arguments = [self._by_keyword(i, call) for i, call in enumerate(called)]
+        arguments = self._frame.arguments_of_first(self.layer_count, hidden_BTH, attention_mask_BT)
         return [(i, kind) for i, kind in enumerate(self.kinds) if not are_equal(arguments[i], arguments[kind])]
-
-    def _calls(self, front: PreTrainedModel, count: int, **inputs: Any) -> list[Arguments]:
-        """What the model's own forward calls its first `count` layers with."""
-        forms = [self.form(i) for i in range(count - 1)]
-        return calls_of_stand_ins(front, self._layers_attribute, self._layers[:count], forms, **inputs)
-
-    def _calls_with(self, count: int, hidden_BTH: Tensor, attention_mask_BT: Tensor | None) -> list[Arguments]:
-        """The same for any hidden states of this shape, dtype and device: zeros stand for what a model adds to tokens."""
-        front = self._copied_front(hidden_BTH.device, hidden_BTH.dtype)
-        for name, parameter in list(front.named_parameters()):
-            _set_parameter(front, name, hidden_BTH.new_zeros(()).expand(parameter.shape))
-        embedded_BTH = in_place_of_embedded(hidden_BTH, self._embedding_size)
-        return self._calls(front, count, inputs_embeds=embedded_BTH, attention_mask=attention_mask_BT)
-
-    def _by_keyword(self, i: int, call: Arguments) -> dict[str, Any]:
-        """The arguments of a call of layer `i` by name, without the hidden states."""
-        args, kwargs = call
-        named = {**kwargs, **dict(zip(inspect.signature(self._layers[i].forward).parameters, args, strict=False))}
-        named.pop("hidden_states", None)
-        return named
-
-    def _copied_front(self, device: str | torch.device, dtype: torch.dtype) -> PreTrainedModel:
-        """The model without its layers: weights on meta, and rotary tables, which some families change while they run, and
-        what else it computes for itself, as in a model of `dtype` on `device`.
-        """
-        front = copy.deepcopy(self._front, {id(self.config): self.config})
-        _fill_buffers(self._front, front, device, dtype)
-        return front
 
 
 def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
@@ -815,26 +668,3 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
         if isinstance(value, bool | int | float | str | None) and attribute not in LAYER_NUMBERS
     )
     return type(layer), shapes, settings
-
-
-def _set_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
-    owner, _, own = name.rpartition(".")
-    module.get_submodule(owner).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
-
-
-def _fill_buffers(front: PreTrainedModel, part: nn.Module, device: str | torch.device, dtype: torch.dtype) -> bool:
-    """Give the computed buffers of a part of the model, which no file holds, their values, as transformers does on loading
-    a model in `dtype`; whether there were any.
-    """
-    filled = False
-    for module in part.modules():
-        empty = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
-        for name, buffer in empty.items():
-            own_dtype = dtype if buffer.dtype == SKELETON_DTYPE else buffer.dtype
-            setattr(module, name, torch.zeros_like(buffer, device=device, dtype=own_dtype))
-        if empty:
-            for parameter in module.parameters(recurse=False):
-                setattr(parameter, KEEPS_ITS_VALUE, True)
-            front._init_weights(module)
-            filled = True
-    return filled

@@ -18,8 +18,8 @@ from transformers.utils import logging
 from tasks.models.calls import HEAD, StandIn, map_tensors
 from tasks.models.decoder import EXPERTS, Decoder, layer_list
 from tasks.models.experts import UnfusedExperts, fused_experts
+from tasks.models.families import outside
 from tasks.models.staged import StagedForward
-from tasks.models.wrappers import outside
 
 VOCABULARY_ROWS = 32
 HEAD_INPUT = "input of the head"
