@@ -1,6 +1,6 @@
 """What methods with large tiles cost in quality, beside the others: on SmolLM2-135M's first layers, widened with zeros.
 
-    python -m benchmarks.quality_of_tiles MODEL DIR [--layers 6]
+    python -m benchmarks.quality_of_tiles MODEL DIR [--layers 4]
 
 QQQ and EXL3 fill tiles of 128, and SmolLM2-135M is 576 wide. Here it is 768 wide, with 12 heads that share 4 keys and
 values for 9 that share 3: what is added is zero, so that the model computes the same as before, but for norms whose weights
@@ -46,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path, help="directory of SmolLM2-135M-Instruct")
     parser.add_argument("directory", type=Path, help="where the model, exports and checkpoints are kept")
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()
     directory = arguments.directory.absolute()
     model = directory / f"widened-{arguments.layers}"
