@@ -141,17 +141,22 @@ def end(flow_run: FlowRun | None, message: str, stop: StopRequest) -> NoReturn:
     """
     if flow_run is None or not is_deployed(flow_run):
         raise CheckpointStopped(message)
+    _obey(flow_run, message)
+    if stop.suspended is not None:
+        raise Pause(message, state=stop.suspended)
+    if stop.deadline is not None and stop.deadline_is_reached:
+        reschedule(flow_run, "Checkpointed", message, _next_window(flow_run, stop.deadline))
+    reschedule(flow_run, "Checkpointed", message)
+
+
+def _obey(flow_run: FlowRun, message: str) -> None:
+    """Leave a run that was cancelled or suspended meanwhile as it is."""
     with get_client(sync_client=True) as client:
         state = client.read_flow_run(flow_run.id).state
     if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
         raise Abort(message)
     if state is not None and state.type == StateType.PAUSED:
         suspend_again(flow_run, state, message)
-    if stop.suspended is not None:
-        raise Pause(message, state=stop.suspended)
-    if stop.deadline is not None and stop.deadline_is_reached:
-        reschedule(flow_run, "Checkpointed", message, _next_window(flow_run, stop.deadline))
-    reschedule(flow_run, "Checkpointed", message)
 
 
 def suspend_again(flow_run: FlowRun, suspended: State, message: str | None = None) -> NoReturn:
@@ -183,12 +188,7 @@ def wait_for(flow_run: FlowRun, what: Literal["Root", "Device"], message: str) -
 
     Not a run that was cancelled or suspended meanwhile: that stays so.
     """
-    with get_client(sync_client=True) as client:
-        state = client.read_flow_run(flow_run.id).state
-    if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
-        raise Abort(message)
-    if state is not None and state.type == StateType.PAUSED:
-        suspend_again(flow_run, state, message)
+    _obey(flow_run, message)
     reschedule(flow_run, f"WaitingFor{what}", message, datetime.now(UTC) + timedelta(seconds=WAITING_SECONDS))
 
 

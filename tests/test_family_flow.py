@@ -57,7 +57,13 @@ def exported(job: QuantizationJob) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma2", "gemma3_text", "deepseek_v3", "phi3", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3", "granite",
+        "starcoder2", "stablelm", "deepseek_v3", "gpt_oss", "qwen3_5_text", "lfm2",
+    ],
+)  # fmt: skip
 def test_a_family_is_stopped_gone_on_with_exported_and_loaded(family: str, tmp_path: Path) -> None:
     options = {"num_nextn_predict_layers": 1} if family == "deepseek_v3" else {}
     model = write_tiny(family, tmp_path / "model", **options)
